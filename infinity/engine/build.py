@@ -187,7 +187,7 @@ def _connect(
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
     pairs = zip(layout_.chunks, records)
-    chunks = [ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span]) for chunk, record in pairs]
+    chunks = [ChunkState(chunk, record, ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
         chunk.weights_home = placement.homes[WEIGHTS][index]
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
@@ -220,7 +220,7 @@ def _connect(
                 log = redo if kind == STATES else None
                 chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=log is not None), log)
     caches: dict[str, HostCache] = {}
-    who = f"{ranks.name}, " if ranks.world > 1 else ""
+    who = ranks.label
     failure = FirstFailure(ranks.report)
     records_ = RecordMover(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
@@ -250,8 +250,8 @@ def _connect(
     )
     undo.callback(gradients.close)
     threads = num_cores - (num_cores // 8 if cuda else 0)  # the other cores are for threads that launch kernels
-    seed = config.seed if config.optimizer_state_dtype == "bf16" else None
-    updater = Updater(records_, gradients, course, ranks.rank, events, deferred=training.deferred, threads=threads, seed=seed)
+    seed = config.seed if layout_.rounds_moments else None
+    updater = Updater(records_, gradients, course, events, deferred=training.deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
@@ -276,7 +276,7 @@ def _make_swap(
     local_world = ranks.num_local
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
     run = None
-    if ranks.world > 1:
+    if ranks.are_several:
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64, device="cpu")
         run = bytes(ranks.broadcast_(token).tolist()).hex()
     # The engine reserves space for activations later, when their size is known.

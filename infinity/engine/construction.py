@@ -350,8 +350,7 @@ class ConstructionMode(TorchFunctionMode):
 
     def _move_away(self, param: nn.Parameter) -> None:
         with self._undisturbed():
-            numel = -(-param.numel() // self.ranks.world)
-            begin = self.ranks.rank * numel
+            begin, numel = self._share(param.numel())
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             self._install_placeholder(param, self.scratch.write(part, numel * param.element_size()))
 
@@ -368,17 +367,21 @@ class ConstructionMode(TorchFunctionMode):
         if touched:
             self._shrink(keep=params)
 
+    def _share(self, numel: int) -> tuple[int, int]:
+        """The first element of this rank's share of a parameter, and the elements of a share. All shares but the last are equal."""
+        share = -(-numel // self.ranks.world)
+        return self.ranks.rank * share, share
+
     def _load(self, away: AwayParameter) -> torch.Tensor:
         """The values, 1-D: drawn on the parameter's device, or read to the CPU."""
         if isinstance(away.source, Drawn):
             values = torch.empty(away.numel, dtype=away.dtype, device=away.device)
             away.source.write(values, self._num_threads)
             return values
-        numel = -(-away.numel // self.ranks.world)
+        begin, numel = self._share(away.numel)
         part = torch.zeros(numel, dtype=away.dtype, device="cpu")  # even if the program has set another default device
-        begin = self.ranks.rank * numel
         count = max(0, min(numel, away.numel - begin))
-        what = f"{self.ranks.name}, " if self.ranks.world > 1 else ""
+        what = self.ranks.label
         what += f"a parameter of shape {tuple(away.shape)} under construction: "
         self.scratch.read(away.source, part[:count], what)
         return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]

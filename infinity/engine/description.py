@@ -109,7 +109,7 @@ class Description:
         ranks = f"; {self.num_ranks} ranks, bytes are per rank" if self.num_ranks > 1 else ""
         stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
-        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in self.dtypes.items() if dtype != self.dtype)
+        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in list(self.dtypes.items())[1:])
         computes = f"{self.dtype}, some parameters in their own dtype {others}" if others else self.dtype
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
@@ -164,7 +164,7 @@ def describe(model: nn.Module) -> Description:
 
 def tell_start(engine) -> None:
     """Log or print the start block of an engine, on rank 0; see [Note: where the start block goes]."""
-    if not engine.config.verbose or engine.ranks.rank or not _logger.isEnabledFor(logging.INFO):
+    if not engine.config.verbose or not engine.ranks.is_first or not _logger.isEnabledFor(logging.INFO):
         return
     text = str(description_of(engine))
     if _logger.hasHandlers():

@@ -151,7 +151,6 @@ class _Cuts:
         )
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
-        config = self.config
         cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
         records = [record_layout(chunk.shard_used(rank), chunk.format) for chunk in cut.chunks]
         pooled = {record: compression.pooled_nbytes(record, codes=way.compresses) for record in set(records) if way.late}  # few different ones
@@ -162,12 +161,12 @@ class _Cuts:
             held_nbytes=_held_nbytes(self.model, self.params, cut),
             op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, self.specs),
             has_regions=any(map(is_region, self.model.modules())),
-            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if self.world > 1 else 0,
+            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if cut.partition.is_shared else 0,
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
             late_nbytes=[pooled[record] for record in records] if way.late else None,
-            late_on_nvme=way.compresses and config.optimizer_state_dtype == "fp32",  # otherwise this saves little or nothing
-            late_first=not way.compresses and config.optimizer_state_dtype == "fp32",  # otherwise states save as many bytes
+            late_on_nvme=way.compresses and not cut.rounds_moments,  # bf16 moments save little or nothing
+            late_first=not way.compresses and not cut.rounds_moments,  # bf16 moments save as many bytes
         )
 
 
@@ -263,7 +262,7 @@ def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
             spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
             chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
             of_ops[spans] = sum(
-                (chunk.numel + layout_.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
+                (chunk.numel + layout_.partition.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
             )
     return sum(sorted(of_ops.values())[-2:])
 

@@ -84,13 +84,13 @@ def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
     def check() -> None:
         if not engine.events.trace:
             raise UsageError("save_trace: nothing has run yet; call it after some steps")
-        if engine.ranks.rank == 0:
+        if engine.ranks.is_first:
             check_file(path, "the trace")
 
     engine.ranks.together(check)
     engine.events.timeline.resolve(wait=True)
     parts = engine.ranks.exchange(zlib.compress(json.dumps(_noted(engine)).encode()))
-    if engine.ranks.rank == 0:
+    if engine.ranks.is_first:
         write_trace(path, joined([json.loads(zlib.decompress(part)) for part in parts]))
 
 

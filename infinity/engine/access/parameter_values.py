@@ -190,7 +190,7 @@ class ParameterValues:
 
     def _take_first(self, param: nn.Parameter, home: torch.device) -> None:
         """All ranks take the value of rank 0. The value goes back to the device where the parameter was made."""
-        if self._ranks.world > 1:
+        if self._ranks.are_several:
             value = param.detach().to("cpu", copy=True)
             self._ranks.broadcast_(value.view(-1).view(torch.uint8))
             param.data = value

@@ -23,7 +23,7 @@ def _stays(cycle: StepCycle) -> bool:
     """Whether no op of the model needs the engine once all parameters are on the device."""
     registry = cycle.registry
     return (
-        cycle.ranks.world == 1
+        not cycle.ranks.are_several
         and all(span.pinned for span in registry.spans)
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
