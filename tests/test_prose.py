@@ -19,7 +19,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "CHANGELOG.md": BARS,
     "aio_ext": BARS,
     "infinity/checkpoints": BARS,
-    "infinity/engine": (18, 30, 5),
+    "infinity/engine": BARS,
     "infinity/formats": BARS,
     "infinity/integrations": BARS,
     "infinity/tiers": BARS,
