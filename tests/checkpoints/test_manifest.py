@@ -232,7 +232,7 @@ def test_what_would_not_be_read_is_not_saved_and_the_remedy_is(saved):
 def test_one_small_tensor_does_not_stand_for_a_million_values(saved):
     run, target, content = saved
     (target / "manifest.json").write_bytes(signed(content | {"extra": [content["extra"]["noise"]] * 5000}))
-    with pytest.raises(CheckpointError, match="small tensor .* stands for two values"):
+    with pytest.raises(CheckpointError, match="small tensor .* is used for two values"):
         run.load(target)
 
 
@@ -282,7 +282,7 @@ def test_a_generators_state_that_native_code_could_not_use_is_refused_before_any
     expected, drawn = run.digest(), (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
     for bad in BAD[which]:
         (target / "manifest.json").write_bytes(signed(content | {"rng": [content["rng"][0] | {which: bad}]}))
-        with pytest.raises(CheckpointError, match="the generators' states in the checkpoint make no sense") as refused:
+        with pytest.raises(CheckpointError, match="the random number generators in the checkpoint are not valid") as refused:
             infinity.load(target, run.model, run.optimizer)
         assert str(target) in str(refused.value)
     assert torch.equal(torch.get_rng_state(), drawn[0]) and (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
