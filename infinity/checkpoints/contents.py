@@ -86,7 +86,7 @@ def values_of(state: TrainingState, put: Callable[[torch.Tensor], int], schedule
         return put(tensor)
 
     extra = encode(extra, put_own, "extra")  # before the buffers: the tensors in extra then have the same indices on all ranks
-    loose = {} if state.ranks.rank else loose_tensors(state)
+    loose = loose_tensors(state) if state.ranks.is_first else {}
     buffers = {name: encode(value, put_own, f"buffer {name}") for name, value in loose.items()}
     extra_state = {name: module.get_extra_state() for name, module in with_extra_state(state.model)}
     found = {

@@ -174,8 +174,7 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
 
 def _tile(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for _, found in checkpoint.values(index, 0, checkpoint.manifest.parameters[index].numel):
-        weights = found.codec.weights(found)
-        yield found.masters().to(dtype) if dtype is not weights.dtype else weights
+        yield found.in_dtype(dtype)
 
 
 def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:

@@ -51,7 +51,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
     checked_path(path)
     state.flush()
 
-    state.ranks.together(lambda: None if state.ranks.rank else _make_directory(Path(path)))
+    state.ranks.together(lambda: _make_directory(Path(path)) if state.ranks.is_first else None)
 
     def plan() -> _Planner:
         if not Path(path).is_dir():
@@ -59,7 +59,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
         return _Planner(state, with_states=optimizer is not None)
 
     planner = state.ranks.together(plan)
-    alone = state.ranks.world == 1
+    alone = not state.ranks.are_several
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # in this thread, one tensor at a time
     try:
         with planner, warnings.catch_warnings():

@@ -32,7 +32,7 @@ def latest(path: str | os.PathLike) -> Path | None:
     """
     path = checked_path(path)
     with Ranks(torch.device("cpu")).joined() as ranks:
-        found = ranks.together(lambda: _newest(path) if ranks.rank == 0 else None)
+        found = ranks.together(lambda: _newest(path) if ranks.is_first else None)
         name = ranks.exchange(b"" if found is None else os.fsencode(found))[0]
     return Path(os.fsdecode(name)) if name else None
 

@@ -301,11 +301,11 @@ class _Load:
     def _is_as_it_lies(self) -> bool:
         """Whether the checkpoint has each record of this rank in one piece, with the bytes in the same order."""
         state, manifest = self.state, self.manifest
-        here = [(c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
-        there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
+        here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
+        there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
         formats = (state.moments, state.config.optimizer_state_dtype) == (manifest.moments, manifest.moments_dtype)
-        return self.with_states and manifest.world == state.ranks.world and here == there and same and formats
+        return self.with_states and here == there and same and formats
 
     def _read_as_it_lies(self) -> None:
         """Read each record into its place, a few records at a time."""

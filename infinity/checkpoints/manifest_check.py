@@ -49,7 +49,8 @@ from infinity.checkpoints.manifest import (
 )
 from infinity.errors import CheckpointError
 from infinity.formats.format import STORAGES, Format, trainable_names
-from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
+from infinity.plan.packing import Chunk, Piece
+from infinity.plan.partition import BLOCK_NUMEL, Partition
 
 _ENTRIES_NBYTES = 56 << 20  # memory of all lists: parameters, chunks, pieces, records, files, tensors
 _VALUES_NBYTES = 8 << 20  # memory of values from the program: extra, scheduler, optimizer, generators
@@ -235,17 +236,17 @@ class _Checked:
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
         self._goto("chunks")
-        chunks, rows = [], []
+        chunks, rows, partition = [], [], Partition(self.world)
         for _ in self.text.items():
             what = f"chunk {len(chunks)}"
             self._entries.take(_CHUNK_NBYTES)
             entry = as_object(self.text.value(self._entries.rest()), what)
             numel, trainable = self._same(as_number(entry["numel"], what, 1)), as_flag(entry["trainable"], what)
-            if numel % (self.world * BLOCK_NUMEL):
+            if numel % partition.unit_numel:
                 raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
             pieces, end = self._pieces(as_list(entry["pieces"], what), numel, trainable, what)
             format = self._format(pieces[0].param)
-            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, format, self.world))
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, format, partition))
             rows.append(self._row(as_list(entry["records"], what, self.world), format, what))
         return tuple(chunks), tuple(rows)
 
@@ -258,8 +259,8 @@ class _Checked:
                 raise CheckpointError(f"{what}: a piece is out of order or bounds")
             if self.parameters[param].trainable != trainable:
                 raise CheckpointError(f"{what} mixes frozen and trainable parameters")
-            if pieces and self.parameters[param].dtype != self.parameters[pieces[0].param].dtype:
-                raise CheckpointError(f"{what} mixes parameters of different dtypes")
+            if pieces and self._format(param) is not self._format(pieces[0].param):
+                raise CheckpointError(f"{what} mixes parameters of different formats")
             pieces.append(Piece(param, start, param_start, count))
             end = start + count
         if not pieces:

@@ -29,7 +29,7 @@ class Publication:
         Raises CheckpointError with the error that another rank has posted.
         """
         ranks = self.ranks
-        if ranks.rank:
+        if not ranks.is_first:
             ranks.post(f"{self.name}/{ranks.rank}", json.dumps({"crcs": crcs}).encode())
             text = self._look(f"{self.name}/result", 0).decode()
             if text:
@@ -47,7 +47,7 @@ class Publication:
         """Post the error for the other ranks."""
         text = str(error) or type(error).__name__
         try:
-            if self.ranks.rank:
+            if not self.ranks.is_first:
                 self.ranks.post(f"{self.name}/{self.ranks.rank}", json.dumps({"error": text}).encode())
             else:
                 self.ranks.post(f"{self.name}/result", f"rank 0: {text}".encode(errors="backslashreplace"))

@@ -168,7 +168,7 @@ class Saving:
                 "each rank, such as a list by rank (torch.distributed.all_gather_object)"
             )
         try:
-            self._directory = ranks.together(lambda: Directory(self._root) if not ranks.rank else None, undo=_abort)
+            self._directory = ranks.together(lambda: Directory(self._root) if ranks.is_first else None, undo=_abort)
             name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
             self.folder = name  # a folder in the directory, used by this checkpoint alone
             self._draft = draft(state, folder=name, tensors=tuple(tensors.entries), rng=rng, **values)

@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.engine.refused_trainers import note_integration
 from infinity.formats.assignment import ParameterDtypes, floating_parameters
+from infinity.formats.format import STORAGES
 from infinity.output import say
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,7 +49,7 @@ def taken(
     keeps_dtypes = engine is None and (len(found) > 1 or found == {_DTYPES[dtype]})
     if engine is None:
         engine = infinity.offload(model, config)
-    if note_integration(engine) and precision == "no" and dtype != "fp32" and not keeps_dtypes and engine.ranks.rank == 0:
+    if note_integration(engine) and precision == "no" and STORAGES[dtype].master and not keeps_dtypes and engine.ranks.is_first:
         say(
             f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is intended, add "
             f"{asked(dtype)}. If not, use infinity.Config(dtype='fp32')"

@@ -58,7 +58,7 @@ def simulate(
 ) -> Simulation:
     """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
     whose records are on the device. compresses: what is on NVMe takes fewer bytes. Raises ConfigError for ranks without collectives."""
-    return _Training(Rank(layout, records, placement, step, Links(machine, layout.world), frozenset(on_device), compresses)).run()
+    return _Training(Rank(layout, records, placement, step, Links(machine, layout.partition.world), frozenset(on_device), compresses)).run()
 
 
 class _Training:
