@@ -27,6 +27,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "tests": (18, 30, 1),
     "tests/aio": BARS,
     "tests/system": BARS,
+    "tests/model": BARS,
 }
 
 
