@@ -28,6 +28,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "tests/aio": BARS,
     "tests/system": BARS,
     "tests/model": BARS,
+    "tests/optim": BARS,
 }
 
 
