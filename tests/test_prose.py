@@ -29,6 +29,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "tests/system": BARS,
     "tests/model": BARS,
     "tests/optim": BARS,
+    "tests/plan": BARS,
 }
 
 
