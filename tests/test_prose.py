@@ -30,6 +30,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "tests/model": BARS,
     "tests/optim": BARS,
     "tests/plan": BARS,
+    "tests/integrations": BARS,
 }
 
 

@@ -134,7 +134,7 @@ def test_grants_follow_request_order_but_awaited_requests_go_first():
 def test_a_blocked_pinned_request_blocks_only_its_kind():
     requests = Requests()
     asked(requests, (0, WEIGHTS, "pin"), (1, WEIGHTS, "urgent"), (2, STATES), (3, STATES))
-    assert order(requests, lambda request: request.chunk.index not in (0, 2)) == [], "chunk 0 is the first pinned request, chunk 2 the first prefetch"
+    assert order(requests, lambda request: request.chunk.index not in (0, 2)) == [], "chunk 0 is the first pinned request, 2 the first prefetch"
     assert order(requests, lambda request: request.chunk.index != 0) == [(2, STATES), (3, STATES)]
     assert [request.chunk.index for request in requests] == [0, 1]
 
