@@ -900,7 +900,7 @@ def fused():
 
 
 def test_an_op_without_room_names_a_sufficient_number_of_bytes(tmp_path):
-    """The error has two numbers: bytes that this op lacks, and bytes that all ops need. After the first number a later op may raise again."""
+    """The error has two numbers: bytes that this op lacks, and bytes enough for all ops. After the first number a later op may raise again."""
     least = helpers.least_device_memory(fused, tmp_path, **NVME)
     given, refusals = least, []
     while len(refusals) < 9:
