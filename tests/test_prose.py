@@ -15,7 +15,6 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/optim": BARS,
     "infinity/plan": BARS,
     "infinity/system": BARS,
-    "ARCHITECTURE.md": BARS,
     "CHANGELOG.md": BARS,
     "aio_ext": BARS,
     "infinity/checkpoints": BARS,
@@ -28,6 +27,10 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "tests": (18, 30, 1),
     "tests/aio": BARS,
     "tests/system": BARS,
+    "tests/model": BARS,
+    "tests/optim": BARS,
+    "tests/plan": BARS,
+    "tests/integrations": BARS,
 }
 
 
