@@ -22,7 +22,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/formats": (2, 13, 2),
     "infinity/integrations": (22, 28, 2),
     "infinity/tiers": (13, 38, 5),
-    "infinity/tools": (20, 26, 2),
+    "infinity/tools": BARS,
     "infinity/*.py": (22, 15, 2),
     "tests": (18, 30, 1),
 }

@@ -196,7 +196,7 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
     sizes = "--hidden 2048 --layers 8 --heads 16 --vocab 256 --seq 1024 --batch 1 --set param_tier=nvme --set optimizer_state_tier=nvme --set residency=none"
     assert main(["plan", "--machine", str(output), *sizes.split()]) == 0
     (planned,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens ")]
-    assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens a step and device" in planned
+    assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens per step and device" in planned
 
     config = Config.load(output, device="cpu", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="64MiB", chunk_mib=1 / 8)
     assert config.swap_dirs == tuple(paths[:2])
