@@ -1,10 +1,10 @@
-"""Asynchronous file reads and writes over Linux libaio, and a checksum of memory. Knows no torch, no paths, no ranks.
+"""Asynchronous file reads and writes over Linux libaio, and CRC-32C of memory. Knows no torch, no paths, no ranks.
 
     with aio_ext.Queue() as queue:
         ticket = queue.read(fd, buffer, offset, priority=aio_ext.DEMAND)
         ticket.wait()
 
-The whole interface, and what it promises, is at the head of aio.c.
+The comment at the head of aio.c describes the whole interface, with all guarantees.
 """
 
 try:

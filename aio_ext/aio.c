@@ -1,52 +1,52 @@
-/* Asynchronous file reads and writes over libaio, for Python. Knows file descriptors, buffers and offsets;
- * must not know torch, paths or ranks. Long because it is the whole Python face of core.c: two types and their lifetimes.
+/* Asynchronous file reads and writes over libaio, for Python. Knows file descriptors, buffers and offsets.
+ * Must not know torch, paths or ranks. Long because it is the whole Python interface of core.c: two types, with tables and lifetimes.
  *
- *     DEMAND, PREFETCH, WRITE = 0, 1, 2           # priorities: what an op waits for, what it will want, the rest
+ *     DEMAND, PREFETCH, WRITE = 0, 1, 2           # priorities: an op waits; an op will wait; all other requests
  *
  *     class Queue(*, block_nbytes=1 << 20, inflight_nbytes=8 << 20, inflight_write_nbytes=None, depth=64):
- *         """One io context and one I/O thread. Requests are cut into blocks of block_nbytes (a multiple of 4096); at
- *         most inflight_nbytes of them, but at least one, are with the kernel, and of writes at most inflight_write_nbytes;
- *         the rest waits by priority, and inside a priority in order of submission. Beside reads, writes of priority WRITE get up to
- *         half of the kernel's room all the same, so that the drive has both kinds at once."""
+ *         """One io context and one I/O thread. Requests are cut into blocks of block_nbytes (a multiple of 4096). At most inflight_nbytes,
+ *         but at least one block, are in the kernel; of writes at most inflight_write_nbytes. Other blocks wait by priority, and
+ *         within a priority in order of submission. Beside reads, writes of priority WRITE get up to half of inflight_nbytes,
+ *         so that the drive has both kinds at once."""
  *         def read(fd, buffer, offset, *, priority=PREFETCH, sums=None) -> Ticket # buffer: contiguous, writable
  *         def write(fd, buffer, offset, *, priority=WRITE, sums=None) -> Ticket   # buffer: contiguous
- *                                         # sums: a buffer of 4 bytes a 4096 of the range, zeros at first. A write puts the
- *                                         # CRC-32C of what it writes there; a read must find bytes that have those which
- *                                         # are there when it is submitted, and wait() fails if not: EBADMSG, or ENODATA
- *                                         # where nothing was written. Nothing else tells: wait before bytes are used
- *         def close()                     # finishes all that was submitted; idempotent; also a context manager
- *         def stats() -> dict             # cumulative, from the queue's start
- *         depth: int                      # granted: halved, with a RuntimeWarning, while fs.aio-max-nr is too low
+ *                                         # sums: a buffer with 4 bytes per 4096 of the range, zeros at first. A write
+ *                                         # stores the CRC-32C of its bytes there. A read copies the sums when it is
+ *                                         # submitted; wait() raises EBADMSG if the bytes differ, and ENODATA where
+ *                                         # nothing was written. Only wait() reports this: call it before using bytes
+ *         def close()                     # finishes all submitted requests; idempotent; also a context manager
+ *         def stats() -> dict             # totals since the queue's start
+ *         depth: int                      # as granted: halved, with a RuntimeWarning, while fs.aio-max-nr is too low
  *         block_nbytes, inflight_nbytes, inflight_write_nbytes: int
  *         closed: bool
  *
  *     class Ticket:
- *         def wait(timeout=None) -> bool  # True: done; False: seconds are over. Failed: OSError(errno, op, fd, file
- *                                         # offset, bytes asked and got), each time it is called
- *         def promote(priority=DEMAND)    # raises a request that is not yet with the kernel; never lowers
- *         done: bool                      # finished, well or not; what was read with sums may still be found wrong
+ *         def wait(timeout=None) -> bool  # True: done; False: timeout, in seconds. Each call for a failed request raises
+ *                                         # OSError(errno, op, fd, file offset, bytes asked and got)
+ *         def promote(priority=DEMAND)    # raises, never lowers, the priority of a request that is not yet in the kernel
+ *         done: bool                      # finished, with success or an error; wait() may still find wrong sums
  *         nbytes, offset: int
  *
- *     def require_libaio()                          # OSError(ELIBACC) that says what to install, where a Queue could not be made
- *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 where the kernel says nothing, 0: no direct I/O
+ *     def require_libaio()                          # OSError(ELIBACC) that names the package to install, if libaio is missing
+ *     def direct_alignment(fd) -> (memory, offset)  # bytes; 4096 if the kernel reports nothing, 0: no direct I/O
  *     def crc32c(buffer, value=0, into=None) -> int # of a contiguous buffer; crc32c(b, crc32c(a)) == crc32c(a + b);
  *                                                   # into: a buffer of the same size, which gets a copy
- *     def _crc32c_streams(buffer, value=0) -> int   # tests: by the crc32 instruction alone
+ *     def _crc32c_streams(buffer, value=0) -> int   # tests: with the crc32 instruction alone
  *     def _crc32c_portable(buffer, value=0) -> int  # tests: without the processor's instructions
  *     def _inject(call, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)    # tests: see faults.h
- *     def _inject() -> int                          # forget all faults; how many calls met one
+ *     def _inject() -> int                          # removes all faults; returns how many calls met one
  *
- * The caller keeps fd open until the request is done. No bytes is a legal size, done at once. Files opened with O_DIRECT
- * take memory, offsets and sizes in multiples of direct_alignment only; the kernel refuses others and the error says so.
+ * The caller keeps fd open until the request is done. A request of 0 bytes is legal and done at once. Files opened with O_DIRECT take
+ * memory, offsets and sizes in multiples of direct_alignment only. The kernel refuses others, and the error names the alignment.
  *
- * [Note: who owns what] The I/O thread never takes the GIL and touches no Python object: its half of the queue, core.c, is
- * compiled without Python, and the kernel's user data is a block's index. A submitted request owns a reference to its
- * ticket, and the ticket the Py_buffer. Finished requests gather in a list, and the next call of any method (with the
- * GIL) gives both back: reap(); but a read with sums keeps the buffer until somebody has waited for it, or its ticket goes. The
- * Core outlives its Queue for as long as tickets refer to it; a Queue that goes away first finishes its I/O, and so does interpreter
- * exit, by atexit. Thus no buffer is freed in flight. Sums are put, or copied, and the request submitted in one hold of the GIL.
+ * [Note: ownership of buffers] The I/O thread never takes the GIL and touches no Python object. Its code, core.c, is
+ * compiled without Python, and the kernel's user data is a block's index. A submitted request owns a reference to its ticket, and the
+ * ticket owns the Py_buffer. Finished requests gather in a list. The next call of any method holds the GIL and releases both: reap().
+ * But a read with sums keeps the buffer until a thread has waited for it, or until the ticket is freed. The Core lives as long as the
+ * Queue or one of the tickets. Before a Queue is freed, and at interpreter exit (atexit), all I/O is finished. So no buffer is freed in
+ * flight. One hold of the GIL covers the submit of a request and the store or copy of the sums.
  *
- * Longer than other files here for the type tables. The order: the Core and its references, Queue, Ticket, module.
+ * The order: the Core and its references, Queue, Ticket, module.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -60,12 +60,12 @@
 #include "core.h"
 #include "crc32c.h"
 
-#define SLICE_NS ((int64_t)50000000) /* how long a wait sleeps before it looks for signals */
-#define CRC_NBYTES 4096              /* from here on a checksum takes longer than handing over the GIL */
+#define SLICE_NS ((int64_t)50000000) /* a wait checks for signals at this interval */
+#define CRC_NBYTES 4096              /* from this size on, a checksum takes longer than a release of the GIL */
 
 static const char *const priority_names[NUM_PRIORITIES] = {"DEMAND", "PREFETCH", "WRITE"};
 
-/* ---- the Core and its references; all with the GIL ---- */
+/* ---- the Core and its references; all functions need the GIL ---- */
 
 typedef struct shared Shared;
 struct shared {
@@ -78,7 +78,7 @@ struct shared {
 
 typedef struct {
     PyTypeObject *queue_type, *ticket_type;
-    Shared *live; /* with a running thread; for exit */
+    Shared *live; /* queues with a running thread; exit closes them */
 } State;
 
 typedef struct {
@@ -90,11 +90,11 @@ typedef struct {
     PyObject_HEAD
     Shared *shared;
     Request *request;
-    Py_buffer view; /* until reaped, or checked */
-    uint32_t *sums; /* of a read, which are checked */
+    Py_buffer view; /* held until reap(), or until the sums are compared */
+    uint32_t *sums; /* expected checksums of a read */
 } Ticket;
 
-/* After a fork the thread, the context and perhaps the lock's owner are missing: nothing may be touched. */
+/* A forked child lacks the I/O thread, the context and perhaps the owner of the lock. The child must not touch the queue. */
 static int is_foreign(const Shared *shared)
 {
     return shared->pid != getpid();
@@ -110,12 +110,12 @@ static int check_process(const Shared *shared)
     return -1;
 }
 
-/* Releases what finished requests held. This may run other objects' code. */
+/* Releases buffers and tickets of finished requests. This may run code of other objects. */
 static void reap(Shared *shared)
 {
     Request *request = core_take_finished(shared->core);
     while (request) {
-        Request *next = request->next; /* the request goes back to the pool with its ticket */
+        Request *next = request->next; /* Ticket_dealloc returns the request to the pool */
         Ticket *ticket = request->owner;
         if (!ticket->sums)
             PyBuffer_Release(&ticket->view);
@@ -124,8 +124,7 @@ static void reap(Shared *shared)
     }
 }
 
-/* Waits until the thread is gone, then reaps. With signals: -1 and KeyboardInterrupt or the like; it may be called
- * again. */
+/* Waits until the thread has ended, then reaps. with_signals: returns -1 if a signal handler raised; the caller may call again. */
 static int shared_close(Shared *shared, int with_signals)
 {
     int exited = 0;
@@ -167,7 +166,7 @@ static int parse_size(const char *name, Py_ssize_t value, Py_ssize_t least, Py_s
     return -1;
 }
 
-/* Steals text, which may be NULL after an error. */
+/* Steals a reference to text. text is NULL if an exception is set already. */
 static void set_os_error(int code, PyObject *text)
 {
     PyObject *arguments = text ? Py_BuildValue("(iN)", code, text) : NULL;
@@ -176,7 +175,7 @@ static void set_os_error(int code, PyObject *text)
     Py_XDECREF(arguments);
 }
 
-/* -1 with the error that says what to install. */
+/* Returns -1 and sets the error that names the package to install. */
 static int check_libaio(void)
 {
     const char *why = aio_kernel_load();
@@ -272,7 +271,7 @@ static int check_priority(int priority)
     return -1;
 }
 
-/* A copy of the sums that a read is checked with, or those of what a write is about to write; NULL with an exception. */
+/* Returns a copy of the sums expected by a read, or the sums of the bytes to write; NULL with an exception. */
 static uint32_t *sums_of(const Py_buffer *view, const Py_buffer *table, int is_write)
 {
     if (view->len % SUM_NBYTES || table->len != view->len / SUM_NBYTES * (Py_ssize_t)sizeof(uint32_t)) {
@@ -316,7 +315,7 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
         PyErr_Format(PyExc_ValueError, "fd=%d: expected an open file descriptor", fd);
         goto error;
     }
-    struct stat status; /* a pipe without bytes would hold up the I/O thread; what is not open is told by wait() */
+    struct stat status; /* an empty pipe would block the I/O thread; wait() reports an fd that is not open */
     if (!fstat(fd, &status) && !S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
         PyErr_Format(PyExc_ValueError, "fd=%d: expected a regular file or a block device", fd);
         goto error;
@@ -352,9 +351,9 @@ static PyObject *queue_submit(Queue *self, PyObject *args, PyObject *kwargs, int
     request->nbytes = (size_t)view.len;
     if (own_sums && !is_write)
         request->sums = ticket->sums = own_sums;
-    int refused = core_submit(shared->core, request); /* from here on the view is released by reap */
+    int refused = core_submit(shared->core, request); /* from here on reap() releases the view */
     if (!refused) {
-        if (own_sums && is_write) { /* still with the GIL: whoever submits a read from now on expects them */
+        if (own_sums && is_write) { /* the GIL is still held: every later read expects these sums */
             memcpy(table.buf, own_sums, (size_t)table.len);
             PyMem_Free(own_sums);
         }
@@ -453,11 +452,11 @@ static PyObject *Queue_closed(Queue *self, void *Py_UNUSED(closure))
 static PyMethodDef Queue_methods[] = {
     {"read", (PyCFunction)(void (*)(void))Queue_read, METH_VARARGS | METH_KEYWORDS,
      "read(fd, buffer, offset, *, priority=PREFETCH, sums=None) -> Ticket\n--\n\n"
-     "Fill a contiguous writable buffer from the file. sums: 4 bytes a 4096, that earlier writes left; wait() compares."},
+     "Fill a contiguous writable buffer from the file. sums: 4 bytes per 4096, stored by earlier writes; wait() compares them."},
     {"write", (PyCFunction)(void (*)(void))Queue_write, METH_VARARGS | METH_KEYWORDS,
      "write(fd, buffer, offset, *, priority=WRITE, sums=None) -> Ticket\n--\n\n"
-     "Write a contiguous buffer to the file. sums: 4 bytes a 4096, which get its CRC-32C."},
-    {"close", (PyCFunction)Queue_close, METH_NOARGS, "Finish all that was submitted and end the I/O thread; idempotent."},
+     "Write a contiguous buffer to the file. sums: 4 bytes per 4096, filled with the CRC-32C."},
+    {"close", (PyCFunction)Queue_close, METH_NOARGS, "Finish all submitted requests and end the I/O thread; idempotent."},
     {"stats", (PyCFunction)Queue_stats, METH_NOARGS,
      "Counters since the start: *_nbytes moved, num_* requests, blocks, repeats; seconds in io_submit and of CPU."},
     {"__enter__", Queue_enter, METH_NOARGS, NULL},
@@ -467,10 +466,10 @@ static PyMethodDef Queue_methods[] = {
 
 static PyGetSetDef Queue_getset[] = {
     {"depth", (getter)Queue_depth, NULL, "Blocks that io_setup granted.", NULL},
-    {"block_nbytes", (getter)Queue_block_nbytes, NULL, "Largest transfer handed to the kernel.", NULL},
-    {"inflight_nbytes", (getter)Queue_inflight_nbytes, NULL, "Bound of the bytes with the kernel.", NULL},
-    {"inflight_write_nbytes", (getter)Queue_inflight_write_nbytes, NULL, "Bound of those of writes.", NULL},
-    {"closed", (getter)Queue_closed, NULL, "close() was called.", NULL},
+    {"block_nbytes", (getter)Queue_block_nbytes, NULL, "Largest transfer in one block.", NULL},
+    {"inflight_nbytes", (getter)Queue_inflight_nbytes, NULL, "Limit of bytes in the kernel.", NULL},
+    {"inflight_write_nbytes", (getter)Queue_inflight_write_nbytes, NULL, "Limit of bytes of writes in the kernel.", NULL},
+    {"closed", (getter)Queue_closed, NULL, "Whether close() was called.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -498,7 +497,7 @@ static void Ticket_dealloc(PyObject *object)
 {
     Ticket *self = (Ticket *)object;
     PyTypeObject *type = Py_TYPE(object);
-    PyBuffer_Release(&self->view); /* of a read with sums that nobody waited for */
+    PyBuffer_Release(&self->view); /* of a read with sums for which no thread waited */
     PyMem_Free(self->sums);
     if (self->shared && !is_foreign(self->shared)) {
         core_request_free(self->shared->core, self->request);
@@ -515,7 +514,7 @@ static PyObject *raise_failure(const Request *request)
     if (request->sums && (code == EBADMSG || code == ENODATA)) {
         set_os_error(code, PyUnicode_FromFormat("%s: read of fd %d at file offset %lld",
                                                 code == EBADMSG ? "the drive returned other bytes than were written"
-                                                                : "nothing was written yet where it was read",
+                                                                : "nothing was written yet to this range",
                                                 request->fd, request->error.offset));
         return NULL;
     }
@@ -529,7 +528,7 @@ static PyObject *raise_failure(const Request *request)
     else
         hint = PyUnicode_FromString(code == EIO && request->is_write      ? "; the device took no more, or failed"
                                     : code == EIO                         ? "; the file ends there, or the device failed"
-                                    : code == EAGAIN || code == EINTR ? "; the kernel kept refusing it for a second"
+                                    : code == EAGAIN || code == EINTR ? "; the kernel refused the transfer for one second"
                                                                       : "");
     if (!hint)
         return NULL;
@@ -574,7 +573,7 @@ static PyObject *Ticket_wait(Ticket *self, PyObject *args, PyObject *kwargs)
     }
     reap(self->shared);
     if (done)
-        PyBuffer_Release(&self->view); /* a read with sums, which is checked now */
+        PyBuffer_Release(&self->view); /* of a read with sums: they are compared now */
     if (done && request->error.code)
         return raise_failure(request);
     return PyBool_FromLong(done);
@@ -627,14 +626,14 @@ static PyMethodDef Ticket_methods[] = {
     {"wait", (PyCFunction)(void (*)(void))Ticket_wait, METH_VARARGS | METH_KEYWORDS,
      "wait(timeout=None) -> bool\n--\n\nTrue once done, False after timeout seconds; raises OSError if the request failed."},
     {"promote", (PyCFunction)(void (*)(void))Ticket_promote, METH_VARARGS | METH_KEYWORDS,
-     "promote(priority=DEMAND)\n--\n\nRaise a request, and the ones it waits for, while it is not yet with the kernel."},
+     "promote(priority=DEMAND)\n--\n\nRaise the priority of a request that is not yet in the kernel, and of its blockers."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef Ticket_getset[] = {
-    {"done", (getter)Ticket_done, NULL, "Finished, well or not.", NULL},
+    {"done", (getter)Ticket_done, NULL, "Finished, with success or an error.", NULL},
     {"nbytes", (getter)Ticket_nbytes, NULL, "Bytes asked for.", NULL},
-    {"offset", (getter)Ticket_offset, NULL, "Where in the file they start.", NULL},
+    {"offset", (getter)Ticket_offset, NULL, "Start of the range in the file.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -691,7 +690,7 @@ static PyObject *checksum(PyObject *args, PyObject *kwargs, const char *format,
         PyErr_Format(PyExc_ValueError, "value=%lld: expected 0 to 2**32 - 1, an earlier crc32c", value);
         return NULL;
     }
-    /* Strides are asked for, to refuse them: what PyBUF_SIMPLE raises for them differs from exporter to exporter. */
+    /* PyBUF_SIMPLE raises another error for strides in each exporter. So strides are requested here and refused below. */
     if (PyObject_GetBuffer(buffer, &view, PyBUF_STRIDED_RO) < 0)
         return NULL;
     if (!PyBuffer_IsContiguous(&view, 'C')) {
@@ -767,11 +766,11 @@ static PyObject *inject(PyObject *Py_UNUSED(module), PyObject *args, PyObject *k
         PyErr_SetString(PyExc_ValueError, "_inject: an unknown call, a negative position, or too many faults; see faults.h");
         return NULL;
     }
-    core_use(&aio_faulty); /* for good: late blocks may still be with it */
+    core_use(&aio_faulty); /* never undone: this table may still hold delayed blocks */
     Py_RETURN_NONE;
 }
 
-/* Exit, while Python still works: all I/O is finished and all buffers are released. */
+/* At exit, while Python still works: finishes all I/O and releases all buffers. */
 static PyObject *close_all(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     State *state = PyModule_GetState(module);
@@ -786,24 +785,24 @@ static PyObject *close_all(PyObject *module, PyObject *Py_UNUSED(ignored))
 
 static PyMethodDef module_methods[] = {
     {"require_libaio", require_libaio, METH_NOARGS,
-     "require_libaio()\n--\n\nRaises OSError, with what to install, where libaio is not to be had, so that no Queue can be made."},
+     "require_libaio()\n--\n\nRaise OSError, with the package to install, if libaio is missing."},
     {"direct_alignment", direct_alignment, METH_O,
-     "direct_alignment(fd) -> (memory, offset)\n--\n\nBytes that O_DIRECT needs: 4096 where unknown, 0 where it is refused."},
+     "direct_alignment(fd) -> (memory, offset)\n--\n\nAlignment in bytes for O_DIRECT: 4096 if unknown, 0 if the file takes no O_DIRECT."},
     {"crc32c", (PyCFunction)(void (*)(void))checksum_best, METH_VARARGS | METH_KEYWORDS,
      "crc32c(buffer, value=0, into=None)\n--\n\n"
      "CRC-32C (Castagnoli) of a C-contiguous buffer, continuing from value: crc32c(b, crc32c(a)) == crc32c(a + b).\n"
      "Without the GIL from 4 KiB on. Raises BufferError if not contiguous, ValueError if value has more than 32 bits."},
     {"_crc32c_streams", (PyCFunction)(void (*)(void))checksum_streams, METH_VARARGS | METH_KEYWORDS,
-     "_crc32c_streams(buffer, value=0)\n--\n\nTests only. crc32c by the processor's crc32 instruction, if it has one, alone."},
+     "_crc32c_streams(buffer, value=0)\n--\n\nTests only. crc32c with the processor's crc32 instruction, if any, alone."},
     {"_crc32c_portable", (PyCFunction)(void (*)(void))checksum_portable, METH_VARARGS | METH_KEYWORDS,
-     "_crc32c_portable(buffer, value=0)\n--\n\nTests only. crc32c by tables, without the processor's instructions."},
+     "_crc32c_portable(buffer, value=0)\n--\n\nTests only. crc32c with tables, without the processor's instructions."},
     {"_inject", (PyCFunction)(void (*)(void))inject, METH_VARARGS | METH_KEYWORDS,
      "_inject(call=None, nth=0, times=1, result=None, *, every=1, delay=0.0, fd=-1)\n--\n\n"
-     "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind; those from\n"
-     "the nth on, each `every`-th, `times` of them (-1: all). result: -errno; for io_submit also how many are accepted; for a\n"
-     "block an int is bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel;\n"
-     "with fd: only blocks of that file, as on a slow drive: so many seconds a MiB, one block behind the other.\n"
-     "Without call: forget all and return how many were met."},
+     "Tests only. call: io_setup, io_submit, io_getevents, io_destroy, or read, write for a block of that kind. The rule applies\n"
+     "from call nth on, to each `every`-th, `times` of them (-1: all). result: -errno; for io_submit also the number accepted; for\n"
+     "a block an int is the bytes fewer than asked, a float the fraction moved. delay: seconds until a block reaches the kernel.\n"
+     "fd: only blocks of that file, as on a slow drive: delay is seconds per MiB, one block after the other.\n"
+     "Without call: remove all rules and return how many calls met one."},
     {"_close_all", close_all, METH_NOARGS, "Finish and close every queue; registered with atexit."},
     {NULL, NULL, 0, NULL},
 };

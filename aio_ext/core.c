@@ -1,24 +1,24 @@
-/* See core.h. The order: records, order of requests, the I/O thread, what callers use.
+/* See core.h. The order: records, order of requests, the I/O thread, functions for callers.
  *
- * Longer than other files here because the order of requests, the thread and its callers share one lock and one set of lists.
+ * Longer than other files here because requests, the I/O thread and callers share one lock and one set of lists.
  *
- * [Note: a read sees the last write] A request starts only when no earlier unfinished request on the same fd overlaps
- * its bytes with either of the two being a write. Each such pair is found when the later one is submitted (it
- * counts its blockers) and again when the earlier one finishes (it uncounts them): `unfinished` is in order of
- * submission and ranges never change, so both walks find the same pairs and no edge is stored. A blocker's priority
- * is never behind that of a request it blocks: submit and promote see to it, through chains, so a promoted read is
- * not left behind a queue of writes. Blockers are always older, so nothing waits in a circle.
+ * [Note: a read sees the last write] Two requests conflict if they overlap on one fd and at least one is a write. A request starts only when
+ * no earlier unfinished request conflicts with it. core_submit counts the blockers of a new request, and finish() decrements this count.
+ * Both walk the unfinished requests in order of submission, and byte ranges never change. So both find the same pairs, and no edge is
+ * stored. A blocker is at least as urgent as the requests that it blocks: core_submit and core_promote raise whole chains of blockers.
+ * So a promoted read does not wait behind a queue of writes. Blockers are always older, so there is no circular wait.
  *
- * [Note: when a transfer is repeated] Each completion is compared, signed, with what was asked. Less: the rest is
- * submitted again, from a multiple of the direct alignment (O_DIRECT cannot go on from elsewhere); MAX_BARREN
- * completions in a row without one aligned unit gained are EIO. Nothing: EIO at once. EAGAIN and EINTR, whether from the
- * submit or from the completion: again after a pause that doubles to 64 ms, for at most a second without progress.
- * Anything else is the request's error: its other blocks are not started, and those with the kernel are waited for.
+ * [Note: when a transfer is repeated] The I/O thread compares each result, as a signed number, with the bytes asked for.
+ *   - Fewer bytes: the rest is submitted again, from a multiple of the direct alignment (O_DIRECT cannot continue elsewhere). MAX_BARREN
+ *     completions in a row that gain no aligned unit are EIO. No bytes at all are EIO at once.
+ *   - EAGAIN or EINTR, from submit or completion: the block is submitted again after a pause. Pauses double up to 64 ms. After one second
+ *     without progress the block fails.
+ *   - Any other error is the request's error. No further block is started; the thread waits for blocks in the kernel.
  *
- * [Note: who checks what was read] Whoever first waits for a read that has sums compares them, once and without the lock; others
- * who wait for it wait for that, too. So no bytes are used unchecked, the I/O thread has nothing to do with it, and the work is spread over
- * threads that would wait anyway. The sums are a copy from when the read was submitted: a later write, which has to wait for
- * the read, may be over before the check is. What nobody waits for is never checked. */
+ * [Note: which thread compares checksums] The first thread that waits for a read with sums compares them, once and without the lock. Other
+ * threads that wait for this read wait for the comparison, too. So no bytes are used unchecked. The work runs on threads that would wait
+ * anyway, not on the I/O thread. The sums are copied when the read is submitted, because a later write, which must wait for the read, may
+ * finish before the comparison. A read for which no thread waits is never checked. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -37,12 +37,12 @@
 #include "crc32c.h"
 
 #define POOL_REQUESTS 64            /* requests allocated together; afterwards they are reused */
-#define MAX_BARREN 3                /* transfers in a row that gained nothing */
-#define PAUSE_NS ((int64_t)1000000) /* after EAGAIN, doubled up to 64 times that */
+#define MAX_BARREN 3                /* transfers in a row without progress */
+#define PAUSE_NS ((int64_t)1000000) /* first pause after EAGAIN, doubled up to 64 times this */
 #define PATIENCE_NS ((int64_t)1000000000)
-#define TURN_NS 100000              /* the shortest that Linux gives */
-/* Of the blocks of a submit the kernel makes one request where they lie side by side. That helps small ones; but a few requests of
- * several MiB are done all at once, and leave the drive idle until the next come. */
+#define TURN_NS 100000              /* shortest time slice of Linux */
+/* The kernel merges adjacent blocks of one submit into one request. Merging helps small blocks. But a drive finishes a few requests of
+ * several MiB all at once, and is then idle until the next requests arrive. */
 #define MAX_SUBMIT_NBYTES ((size_t)1 << 20)
 
 static _Atomic(const struct aio_calls *) calls = &aio_kernel;
@@ -65,10 +65,10 @@ typedef struct block {
     long long offset;
     size_t nbytes;          /* still to be moved */
     int num_barren;
-    int64_t pause_ns;       /* the last one; 0: none since it got on */
-    int64_t hindered_ns;    /* since when EAGAIN comes back */
-    int64_t due_ns;         /* not submitted again before */
-    int next;               /* in `free_block` or `repeats`; -1: the end */
+    int64_t pause_ns;       /* the last pause; 0: none since the last progress */
+    int64_t hindered_ns;    /* time of the first EAGAIN in a row */
+    int64_t due_ns;         /* earliest time of the next submit */
+    int next;               /* in the list of `free_block` or `first_repeat`; -1: the end */
 } Block;
 
 typedef struct pool {
@@ -85,7 +85,7 @@ static void set_state(Request *request, enum state state)
     request->state = state;
 }
 
-/* ---- order of requests; all with the lock held ---- */
+/* ---- order of requests; all functions need the lock held ---- */
 
 static void runnable_unlink(Core *core, Request *request)
 {
@@ -130,8 +130,8 @@ static void set_priority(Core *core, Request *request, int priority)
         runnable_link(core, request);
 }
 
-/* Lifts everything that blocks the request, directly or through others, to its priority. `request` must be BLOCKED
- * or new (its `next` is free then); so are the lifted ones that have blockers of their own. */
+/* Gives the priority of `request` to all requests that block it, directly or through others. `request` must be BLOCKED or new: `next` is
+ * unused then. The same holds for raised requests with blockers of their own. */
 static void spread(Core *core, Request *request)
 {
     Request *todo = request;
@@ -151,7 +151,7 @@ static void spread(Core *core, Request *request)
     }
 }
 
-/* A new request joins `unfinished`. */
+/* Appends a new request to the unfinished ones. */
 static void enqueue(Core *core, Request *request)
 {
     request->number = core->num_submitted++;
@@ -183,7 +183,7 @@ static void publish(Core *core, Request *request)
     pthread_cond_broadcast(&request->done);
 }
 
-/* An ISSUED request without blocks leaves `unfinished` and lets go what it blocked. */
+/* Removes an ISSUED request without blocks from the unfinished ones, and unblocks later requests. */
 static void finish(Core *core, Request *request)
 {
     for (Request *later = request->newer; later && request->num_dependents; later = later->newer)
@@ -197,7 +197,7 @@ static void finish(Core *core, Request *request)
     publish(core, request);
 }
 
-/* No further block of it is made. */
+/* Makes no further block of the request. */
 static void stop_issuing(Core *core, Request *request)
 {
     if (request->state == RUNNABLE)
@@ -242,7 +242,7 @@ static void block_fail(Core *core, Block *block, int code, long long got)
     block_free(core, block);
 }
 
-/* See [Note: when a transfer is repeated]. With the lock held; the block is no longer with the kernel. */
+/* See [Note: when a transfer is repeated]. Needs the lock held. The kernel has returned the block. */
 static void block_done(Core *core, Block *block, long long result)
 {
     Request *request = block->request;
@@ -288,7 +288,7 @@ static void block_done(Core *core, Block *block, long long result)
         block_free(core, block);
 }
 
-/* One block always may go, whatever its size. */
+/* A single block always fits, whatever its size. */
 static int fits(const Core *core, size_t nbytes, int is_write)
 {
     if (core->stats.inflight_nbytes && core->stats.inflight_nbytes + nbytes > core->inflight_limit)
@@ -318,9 +318,9 @@ static size_t next_nbytes(const Core *core, const Request *request)
     return left < core->block_nbytes ? left : core->block_nbytes;
 }
 
-/* Whose next block goes to the kernel: the most urgent request's. But where that reads, a write of the last priority goes first while
- * writes have less than half of the kernel's room, in bytes and in blocks, and leave room for the read: reads would else overtake them
- * all, and the drive have nothing but reads, then nothing but writes; it moves more if it has both. */
+/* Returns the request whose next block goes to the kernel: the most urgent one. But a write of the last priority goes before an urgent read
+ * while writes have at most half of the bytes and blocks in flight, and leave room for the read. Without this share all reads would
+ * overtake the writes: the drive would get only reads, then only writes. A drive moves more bytes with both at once. */
 static Request *next_request(const Core *core)
 {
     Request *urgent = NULL, *write = core->first[NUM_PRIORITIES - 1];
@@ -334,8 +334,8 @@ static Request *next_request(const Core *core)
     return has_share && fits(core, nbytes, 1) ? write : urgent;
 }
 
-/* Fills `batch` with what may go to the kernel now and returns how many; *sleep_ns is how long the thread may sleep if
- * it is none (below 0: until woken). With the lock held. */
+/* Fills `batch` with the blocks that may go to the kernel now, and returns their number. If there is none, *sleep_ns is the time that the
+ * thread may sleep (below 0: until woken). Needs the lock held. */
 static int gather(Core *core, int64_t *sleep_ns)
 {
     int count = 0, waiting = 0, repeat = core->first_repeat;
@@ -352,7 +352,7 @@ static int gather(Core *core, int64_t *sleep_ns)
         } else {
             block->next = core->first_repeat;
             core->first_repeat = (int)(block - core->blocks);
-            waiting |= block->due_ns <= now; /* for room: nothing smaller may take that */
+            waiting |= block->due_ns <= now; /* for room in flight: no smaller block may go first */
             if (block->due_ns > now && (*sleep_ns < 0 || block->due_ns - now < *sleep_ns))
                 *sleep_ns = block->due_ns - now;
         }
@@ -386,7 +386,7 @@ static Block *block_of(Core *core, const struct iocb *iocb)
     return &core->blocks[(intptr_t)iocb->data];
 }
 
-/* How many of the blocks from there on go to the kernel in one call. */
+/* Number of blocks, starting at `from`, that go to the kernel in one call. */
 static int submittable(const Core *core, int from, int count)
 {
     size_t nbytes = core->batch[from]->u.c.nbytes;
@@ -396,8 +396,7 @@ static int submittable(const Core *core, int from, int count)
     return end - from;
 }
 
-/* Hands the batch over. The lock is free meanwhile: io_submit may sleep. What was refused is settled like a
- * completion. */
+/* Submits the batch, with the lock released, because io_submit may sleep. A refused block is handled like a completion. */
 static void submit_batch(Core *core, int count)
 {
     const struct aio_calls *kernel = atomic_load(&calls);
@@ -421,7 +420,7 @@ static void submit_batch(Core *core, int count)
     }
 }
 
-/* After an error of the context itself: io_destroy has waited for the kernel, so all can fail. */
+/* Fails all requests after an error of the context. io_destroy has waited for the kernel, so no transfer is in flight. */
 static void fail_all(Core *core, int code)
 {
     core->stats.inflight_nbytes = core->stats.inflight_write_nbytes = 0;
@@ -438,8 +437,8 @@ static void fail_all(Core *core, int code)
     }
 }
 
-/* Beside threads that compute on all cores, who asks for short turns gets the next one sooner, here: when the drive has done something.
- * Linux before 6.12 pays no heed to it; where the call is refused all goes on as before. */
+/* Asks for short time slices. Beside threads that compute on all cores, such a thread runs sooner after the drive has finished a block.
+ * Linux before 6.12 ignores the request. If the call is refused, the thread keeps the default slice. */
 static void ask_for_short_turns(void)
 {
     struct { /* sched_attr, as of Linux 3.14 */
@@ -471,11 +470,11 @@ static void *io_thread(void *argument)
         }
         if (core->closing && !core->oldest)
             break;
-        core->asleep = 1; /* in the same hold of the lock as gather: no submission is missed */
+        core->asleep = 1; /* the lock is held since gather(): no submission is missed */
         pthread_mutex_unlock(&core->lock);
         const struct aio_calls *kernel = atomic_load(&calls);
         if (failing_since && (sleep_ns < 0 || sleep_ns > PAUSE_NS))
-            sleep_ns = PAUSE_NS; /* the eventfd was read, the events are still there */
+            sleep_ns = PAUSE_NS; /* getevents failed after the eventfd was read: the events are still queued */
         kernel->sleep(core->eventfd, sleep_ns);
         struct timespec at_once = {0, 0};
         int got = kernel->getevents(core->context, 0, core->depth, core->events, &at_once);
@@ -493,7 +492,7 @@ static void *io_thread(void *argument)
             core->broken = -got;
     }
     pthread_mutex_unlock(&core->lock);
-    atomic_load(&calls)->destroy(core->context); /* waits for what the kernel still has */
+    atomic_load(&calls)->destroy(core->context); /* waits for transfers in the kernel */
     struct timespec cpu = {0, 0};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &cpu);
     pthread_mutex_lock(&core->lock);
@@ -506,7 +505,7 @@ static void *io_thread(void *argument)
     return NULL;
 }
 
-/* ---- what callers use, from any thread ---- */
+/* ---- functions for callers, from any thread ---- */
 
 void core_use(const struct aio_calls *other)
 {
@@ -571,7 +570,7 @@ int core_start(Core *core)
     for (int i = 0; i < core->depth; i++)
         core->blocks[i].next = i + 1 < core->depth ? i + 1 : -1;
 
-    sigset_t all, before; /* Python's signals are for Python's threads */
+    sigset_t all, before; /* Python's threads handle Python's signals */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     result = pthread_create(&core->thread, NULL, io_thread, core);
@@ -635,7 +634,7 @@ Request *core_request_new(Core *core)
 void core_request_free(Core *core, Request *request)
 {
     pthread_mutex_lock(&core->lock);
-    if (request->state != FREE) /* it was submitted */
+    if (request->state != FREE) /* the request was submitted */
         set_state(request, FREE);
     request->next = core->free_request;
     core->free_request = request;
@@ -681,7 +680,7 @@ int core_is_done(Core *core, const Request *request)
     return done;
 }
 
-/* Of a page whose sum is not the one expected; NULL: all are. */
+/* The first page whose checksum is not the expected one; NULL: there is none. */
 static const char *changed_page(const Request *request, uint32_t *expected)
 {
     const uint32_t *sum = request->sums;
@@ -691,7 +690,7 @@ static const char *changed_page(const Request *request, uint32_t *expected)
     return NULL;
 }
 
-/* See [Note: who checks what was read]. With the lock held, which it lets go meanwhile. */
+/* See [Note: which thread compares checksums]. Needs the lock held, and releases the lock during the comparison. */
 static void check(Core *core, Request *request)
 {
     uint32_t expected;
@@ -768,6 +767,6 @@ int core_exited(Core *core, int64_t until_ns)
     }
     pthread_mutex_unlock(&core->lock);
     if (must_join)
-        pthread_join(core->thread, NULL); /* past its last statement */
+        pthread_join(core->thread, NULL); /* the thread is past its last statement */
     return exited;
 }

@@ -1,10 +1,10 @@
-/* A queue without Python: requests, their order, and the I/O thread that moves their bytes with libaio.
+/* An I/O queue without Python: requests, their order, and the I/O thread that moves their bytes with libaio.
  *
- * Knows file descriptors, memory and offsets. Must not know Python, which keeps the memory alive (`owner`).
+ * Knows file descriptors, memory and offsets. Must not know Python: `owner` of a request keeps the memory alive.
  *
- * [Note: who guards what] Fields of Core are constant after core_start unless said otherwise; those after the lock and all of
- * a submitted request are guarded by it; the last group is the I/O thread's own. Before submit and after it was taken
- * from the finished list a request belongs to its owner. */
+ * [Note: fields and the lock] Core has three groups of fields. The first is constant after core_start. The lock guards the second, from
+ * `lock` on, and all submitted requests. Only the I/O thread uses the third, from `blocks` on. A request belongs to its owner before
+ * core_submit, and again after core_take_finished has returned it. */
 #ifndef AIO_EXT_CORE_H
 #define AIO_EXT_CORE_H
 
@@ -20,17 +20,17 @@
  * ISSUED -> FINISHED;  FINISHED -> TAKEN (by core_take_finished);  TAKEN -> FREE. */
 enum state { FREE, BLOCKED, RUNNABLE, ISSUED, FINISHED, TAKEN, NUM_STATES };
 
-/* What becomes of the sums of a read: DUE -> CHECKING -> CHECKED, see [Note: who checks what was read]. */
+/* Whether the checksums of a read are compared: DUE -> CHECKING -> CHECKED, see [Note: which thread compares checksums]. */
 enum check { CHECKED, DUE, CHECKING };
 
 typedef struct request Request;
 struct request {
-    void *owner; /* the caller's */
+    void *owner; /* set by the caller */
     int fd, is_write, priority;
     char *memory;
     long long offset;
     size_t nbytes;
-    const uint32_t *sums; /* of a read: the CRC-32C that each 4096 bytes must have, 0 if nothing was written there; or NULL */
+    const uint32_t *sums; /* of a read: the expected CRC-32C of each 4096 bytes, 0 where nothing was written; NULL: no check */
     struct { /* the failure with the lowest offset; code 0: none */
         int code;
         long long offset, got;
@@ -40,11 +40,11 @@ struct request {
 
     enum state state;
     enum check check;
-    Request *older, *newer; /* in order of submission, while unfinished */
-    Request *before, *next; /* in its priority's list; next also in `finished`, the pool and the work list of spread() */
+    Request *older, *newer; /* list of unfinished requests, in order of submission */
+    Request *before, *next; /* list of one priority; `next` also links `finished`, the pool and the work list of spread() */
     uint64_t number;        /* of submission */
-    size_t issued_nbytes;   /* given to blocks so far */
-    int num_blocks;         /* blocks that carry a part of it */
+    size_t issued_nbytes;   /* already given to blocks */
+    int num_blocks;         /* blocks that carry a part of this request */
     size_t num_blockers, num_dependents; /* see [Note: a read sees the last write] */
     pthread_cond_t done;
 };
@@ -70,33 +70,33 @@ typedef struct {
     struct pool *pools;
     uint64_t num_submitted;
     int asleep, closing, exited, joined;
-    int broken; /* the errno after which the context cannot be used */
+    int broken; /* the errno that made the context unusable; 0: none */
     int num_inflight_writes; /* blocks */
     Stats stats;
 
-    struct block *blocks; /* depth of them */
+    struct block *blocks; /* an array of `depth` elements */
     int free_block, first_repeat;
     struct iocb **batch;
     struct io_event *events;
 } Core;
 
-/* Whose system calls are used from now on: aio_kernel at first, which must have been loaded. */
+/* Sets the table of system calls for all queues; the default is aio_kernel. aio_kernel_load must succeed before core_start. */
 void core_use(const struct aio_calls *calls);
 
 Core *core_new(size_t block_nbytes, size_t inflight_limit, size_t inflight_write_limit, int depth); /* NULL: no memory */
-int core_start(Core *core);  /* context, blocks, thread; 0 or an errno; may halve depth */
-void core_free(Core *core);  /* after core_exited, and with all requests given back */
+int core_start(Core *core);  /* makes context, blocks, thread; returns 0 or an errno; may halve depth */
+void core_free(Core *core);  /* after core_exited, and after core_request_free of every request */
 
 Request *core_request_new(Core *core); /* NULL: no memory */
 void core_request_free(Core *core, Request *request);
-int core_submit(Core *core, Request *request); /* 0; -1: the queue is closed; or the errno that broke it */
+int core_submit(Core *core, Request *request); /* 0; -1: the queue is closed; or the errno that broke the queue */
 void core_promote(Core *core, Request *request, int priority);
-int core_is_done(Core *core, const Request *request); /* nor is anybody looking at its memory */
-int core_wait(Core *core, Request *request, int64_t until_ns); /* whether it is done, and checked */
-Request *core_take_finished(Core *core);                       /* linked by next */
+int core_is_done(Core *core, const Request *request); /* finished, and no thread reads the memory */
+int core_wait(Core *core, Request *request, int64_t until_ns); /* whether the request is done; compares due checksums */
+Request *core_take_finished(Core *core);                       /* a list, linked by next */
 Stats core_stats(Core *core);
 
-void core_close(Core *core);                        /* no more requests; the thread ends after the last one */
-int core_exited(Core *core, int64_t until_ns);      /* whether the thread has ended; then it is joined, too */
+void core_close(Core *core);                        /* refuses new requests; the thread ends after the last one */
+int core_exited(Core *core, int64_t until_ns);      /* whether the thread has ended; joins an ended thread */
 
 #endif

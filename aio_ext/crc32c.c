@@ -1,23 +1,23 @@
-/* See crc32c.h. The order: arithmetic, tables, the three loops, what callers use.
+/* See crc32c.h. The order: arithmetic, tables, the three loops, functions for callers.
  *
  * [Note: registers are polynomials] A register is a polynomial over GF(2) modulo P = x^32 + x^28 + x^27 + x^26 + x^25 + x^23 +
- * x^22 + x^20 + x^19 + x^18 + x^14 + x^13 + x^11 + x^10 + x^9 + x^8 + x^6 + 1, its bit 31 - i being the coefficient of x^i. A
- * byte is XORed into the low bits, then the register is multiplied by x^8. That is linear: the register after A then B is
- * the one after A times x^(8 |B|), plus what B makes of zero. The sum that callers see is the register inverted, so that
- * leading zeros count, and so is what they hand back.
+ * x^22 + x^20 + x^19 + x^18 + x^14 + x^13 + x^11 + x^10 + x^9 + x^8 + x^6 + 1. Bit 31 - i is the coefficient of x^i. To add a byte,
+ * XOR it into the low bits, then multiply the register by x^8. This is linear: the register after A then B is the register
+ * after A times x^(8 |B|), plus the register that B makes from zero. Callers get the inverted register and pass it back
+ * inverted. So leading zeros change the CRC.
  *
- * [Note: three streams] The crc32 instruction takes 8 bytes and starts every cycle, but its result, which the next one
- * needs, takes three: one stream leaves two thirds of the unit idle. So three neighbouring blocks go at once, the later two
- * from zero, and are then joined by the rule above. As the blocks' length is fixed, so is the factor x^(8 |B|), and
- * multiplying by it is four look-ups. 1360 bytes make the joins cheap and a page of 4096 one round with two words left.
- * Out of cache, streams this close defeat the processor's own prefetcher and go no faster than one; hence our prefetch.
+ * [Note: three streams] The crc32 instruction takes 8 bytes. One can start every cycle, but the result, which the next one needs, takes
+ * three cycles: one stream leaves two thirds of the unit idle. So the loop computes three neighbouring blocks at once, the later two from
+ * zero, and then joins them by the rule above. The blocks have a fixed length, so the factor x^(8 |B|) is constant, and a multiplication by
+ * this factor is four look-ups. With blocks of 1360 bytes the joins are cheap, and a page of 4096 bytes is one round and two words.
+ * Out of cache, streams this close defeat the processor's own prefetcher and are no faster than one stream. So the loop prefetches.
  *
- * [Note: folding] Where one instruction multiplies four pairs of polynomials of 64 bits, 256 bytes are kept instead of a register: four
- * vectors of four lanes of 128 bits. To bring a lane d bytes on is to multiply its first half by x^(8 d + 64) and its second by
- * x^(8 d), modulo P, which leaves 96 bits; what lies there is added. At the end all become one lane, whose 16 bytes go through the
- * crc32 instruction. As the lowest bit is the highest coefficient, a product of halves lies one bit too low, that is x too high, and a
- * register shifted by one counts x^31 too high: the constants are those of x^32 less. On Zen 5 that is 68 GB/s where three streams
- * reach 33, and out of cache 42 and 32, with a prefetch across pages.
+ * [Note: folding] With VPCLMULQDQ one instruction multiplies four pairs of 64-bit polynomials. Then the loop keeps 256 bytes instead of a
+ * register: four vectors of four 128-bit lanes. To move a lane forward by d bytes, multiply the first half by x^(8 d + 64) and the second
+ * half by x^(8 d), modulo P. The result has 96 bits and is added to the bytes at the new place. At the end all lanes become one, whose
+ * 16 bytes go through the crc32 instruction. The lowest bit is the highest coefficient. So a product of halves is one bit too low: a factor x
+ * too much. A register shifted by one has a factor x^31 too much. The constants therefore have exponents that are 32 smaller.
+ * On Zen 5 folding reaches 68 GB/s and three streams 33 GB/s; out of cache, with a prefetch across pages, 42 and 32 GB/s.
  *
  * Source: Castagnoli, Brauer, Herrmann 1993 (P; RFC 3720, appendix B.4, has the test vectors); Kounavis and Berry 2005
  * (slicing by 8); Gopal et al. 2011 (three streams, Intel); Gopal et al. 2009 (folding, Intel). */
@@ -29,15 +29,15 @@
 #include <immintrin.h>
 #endif
 
-#define P 0x82F63B78u /* less x^32 */
+#define P 0x82F63B78u /* without the term x^32 */
 #define BLOCK_NBYTES 1360
 #define FOLD_NBYTES 256
-#define AHEAD_NBYTES 8192 /* that are prefetched: two pages, as the processor's own prefetcher stops at the end of one */
-#define COPY_NBYTES ((size_t)(24 * BLOCK_NBYTES)) /* 32 KiB, about */
+#define AHEAD_NBYTES 8192 /* prefetch distance: two pages, as the processor's own prefetcher stops at the end of a page */
+#define COPY_NBYTES ((size_t)(24 * BLOCK_NBYTES)) /* about 32 KiB */
 
 static uint32_t slice[8][256]; /* slice[k][byte]: byte * x^(8 (k + 1)) */
 static uint32_t skip[4][256];  /* skip[k][byte]: byte k of a register * x^(8 BLOCK_NBYTES) */
-static uint64_t fold[4][2];    /* fold[k]: what brings both halves of a lane on by 16, 32, 48, 64 bytes */
+static uint64_t fold[4][2];    /* fold[k]: factors that move both halves of a lane forward by 16 (k + 1) bytes */
 static uint64_t fold_all[2];   /* by FOLD_NBYTES */
 static int has_instruction, has_folding;
 static pthread_once_t built = PTHREAD_ONCE_INIT;
@@ -82,7 +82,7 @@ static void build(void)
     for (int bit = 31; bit >= 0; bit--, power = times_x(power))
         skip[bit / 8][1 << bit % 8] = power;
     for (int k = 0; k < 4; k++)
-        for (int byte = 1; byte < 256; byte++) /* the lowest bit and the others, which are a smaller byte */
+        for (int byte = 1; byte < 256; byte++) /* the lowest bit, and the other bits: a smaller byte */
             skip[k][byte] = skip[k][byte & -byte] ^ skip[k][byte & (byte - 1)];
     for (int k = 0; k < 4; k++)
         build_fold(fold[k], 16 * (k + 1));
@@ -93,7 +93,7 @@ static void build(void)
 #endif
 }
 
-/* Eight bytes at a time: each goes through the table that multiplies by what follows it. */
+/* Takes eight bytes a round: slice[k] is for the byte that k more bytes of the round follow. */
 static uint32_t by_tables(uint32_t reg, const unsigned char *p, size_t nbytes)
 {
     for (; nbytes >= 8; p += 8, nbytes -= 8) {
@@ -125,7 +125,7 @@ __attribute__((target("sse4.2"))) static uint32_t by_instruction(uint32_t reg, c
     for (; nbytes >= 3 * BLOCK_NBYTES; p += 3 * BLOCK_NBYTES, nbytes -= 3 * BLOCK_NBYTES) {
         uint64_t first = reg, second = 0, third = 0;
         for (const unsigned char *q = p; q < p + BLOCK_NBYTES; q += 8) {
-            __builtin_prefetch(p + 6 * BLOCK_NBYTES + 3 * (q - p)); /* two rounds on; past the end it does nothing */
+            __builtin_prefetch(p + 6 * BLOCK_NBYTES + 3 * (q - p)); /* two rounds ahead; no effect past the end */
             first = _mm_crc32_u64(first, word(q));
             second = _mm_crc32_u64(second, word(q + BLOCK_NBYTES));
             third = _mm_crc32_u64(third, word(q + 2 * BLOCK_NBYTES));
@@ -154,7 +154,7 @@ FOLDING static __m512i all_lanes(const uint64_t constants[2])
 FOLDING static __m512i onto(__m512i lanes, __m512i constants, __m512i there)
 {
     __m512i first = _mm512_clmulepi64_epi128(lanes, constants, 0x00), second = _mm512_clmulepi64_epi128(lanes, constants, 0x11);
-    return _mm512_ternarylogic_epi64(first, second, there, 0x96); /* the sum of all three */
+    return _mm512_ternarylogic_epi64(first, second, there, 0x96); /* the sum of the three */
 }
 
 FOLDING static uint32_t by_folding(uint32_t reg, const unsigned char *p, size_t nbytes)
@@ -197,7 +197,7 @@ uint32_t crc32c(uint32_t crc, const void *memory, size_t nbytes)
 
 uint32_t crc32c_copy(uint32_t crc, void *to, const void *from, size_t nbytes)
 {
-    for (size_t done = 0, count; done < nbytes; done += count) { /* each part is summed while it is in the cache */
+    for (size_t done = 0, count; done < nbytes; done += count) { /* the CRC of each part is computed while the cache holds the part */
         count = nbytes - done < COPY_NBYTES ? nbytes - done : COPY_NBYTES;
         memcpy((char *)to + done, (const char *)from + done, count);
         crc = crc32c(crc, (char *)to + done, count);

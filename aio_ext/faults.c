@@ -1,12 +1,11 @@
-/* The system calls of a queue, real and faulty. See faults.h; used through `_aio._inject`, by tests only.
+/* The system calls of a queue, real and faulty. See faults.h. Only tests inject faults, through `_aio._inject`.
  *
- * [Note: faults are real] A block that shall come back short, or with an error, is handed to the kernel with that
- * much less to do, and a delayed block is handed over late. So bytes that the queue wrongly believes moved are
- * missing in the buffer or the file, where a test finds them.
+ * [Note: faults are real] A block that a rule shortens or fails goes to the kernel with fewer bytes. A delayed block goes to the kernel
+ * late. So bytes that the queue wrongly counts as moved are missing in the buffer or the file, where a test finds them.
  *
- * [Note: libaio at run time] libaio is opened when the first queue is made, not linked. So a program that moves nothing to or from files
- * runs without it, and one build serves distributions that call it libaio.so.1 and those that call it libaio.so.1t64. Not linked
- * statically, since it is under the LGPL, whose users may replace it. Its header alone is needed to build. */
+ * [Note: libaio at run time] The first queue opens libaio; the extension is not linked to it. So a program that uses no files runs without
+ * libaio. One build serves distributions with libaio.so.1 and those with libaio.so.1t64. libaio is not linked statically either, because
+ * users of an LGPL library must be able to replace that library. The build needs only the header. */
 #define _GNU_SOURCE
 #include "faults.h"
 
@@ -21,14 +20,14 @@
 #include <unistd.h>
 
 #define MAX_RULES 16
-#define MAX_BLOCKS 4096 /* blocks that are late or have a result of ours */
+#define MAX_BLOCKS 4096 /* blocks with a delay or an injected result */
 
 struct touched {
     struct iocb *iocb; /* NULL: free */
     io_context_t context;
     int has_result;
     long long result;
-    int64_t due_ns; /* 0: with the kernel already */
+    int64_t due_ns; /* 0: already in the kernel */
     unsigned long nbytes;
 };
 
@@ -45,7 +44,7 @@ int64_t aio_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* 4096 where the kernel says nothing; 0 where it says that the file takes no direct I/O. */
+/* In bytes: 4096 if the kernel reports nothing, 0 if the file takes no direct I/O. */
 void aio_direct_alignment(int fd, unsigned *memory, unsigned *offset)
 {
     *memory = *offset = 4096;
@@ -70,13 +69,13 @@ static void kernel_sleep(int eventfd, int64_t timeout_ns)
         if (ppoll(&poller, 1, &timeout, NULL) <= 0)
             return;
     }
-    ssize_t got = read(eventfd, &count, sizeof count); /* EINTR: the caller looks and comes back */
+    ssize_t got = read(eventfd, &count, sizeof count); /* EINTR: the caller checks and calls again */
     (void)got;
 }
 
 struct aio_calls aio_kernel = {.sleep = kernel_sleep};
 
-static char missing[256]; /* why, once it was looked for and not found */
+static char missing[256]; /* why libaio is missing; empty: found, or not searched for yet */
 
 static void find_libaio(void)
 {
@@ -97,7 +96,7 @@ static void find_libaio(void)
         void *found = dlsym(library, calls[i].name);
         if (!found)
             snprintf(missing, sizeof missing, "it has no %s", calls[i].name);
-        memcpy(calls[i].place, &found, sizeof found); /* POSIX has it that functions fit into void * */
+        memcpy(calls[i].place, &found, sizeof found); /* POSIX: a function pointer fits into void * */
     }
 }
 
@@ -133,7 +132,7 @@ long aio_fault_clear(void)
     return fired;
 }
 
-/* The rule that this call meets, or NULL. fd: the block's, -1 if it is none. With the lock held. */
+/* Returns the rule that applies to this call, or NULL. fd: of the block, -1 if the call is none. Needs the lock held. */
 static struct aio_rule *meet(enum aio_call call, int fd)
 {
     struct aio_rule *met = NULL;
@@ -150,7 +149,7 @@ static struct aio_rule *meet(enum aio_call call, int fd)
     return met;
 }
 
-/* 1 and *result when the call must return that. */
+/* Returns 1 and sets *result if a rule replaces the call. */
 static int refused(enum aio_call call, int *result)
 {
     pthread_mutex_lock(&lock);
@@ -197,11 +196,11 @@ static void shorten(struct touched *entry, const struct aio_rule *rule)
     if (fcntl(entry->iocb->aio_fildes, F_GETFL) & O_DIRECT)
         aio_direct_alignment(entry->iocb->aio_fildes, &memory, &offset);
     unsigned long nbytes = entry->result > 0 ? (unsigned long)entry->result : 0;
-    nbytes = (nbytes + offset - 1) / offset * offset; /* direct I/O moves whole units: nothing less than reported */
+    nbytes = (nbytes + offset - 1) / offset * offset; /* direct I/O moves whole units: round up, to move no less than reported */
     entry->nbytes = nbytes < asked ? nbytes : asked;
 }
 
-/* To the kernel with the shortened size; the kernel copies the iocb, so it may be restored at once. */
+/* Submits the iocb with the shortened size. The kernel copies the iocb, so the size is restored at once. */
 static int hand_over(io_context_t context, struct iocb *iocb, unsigned long nbytes)
 {
     unsigned long asked = iocb->u.c.nbytes;

@@ -10,7 +10,7 @@ train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
 infinity with `infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory.
-DeepSpeed uses NVMe with --weights nvme --states nvme. Plain PyTorch has everything on the device.
+DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain PyTorch has everything on the device.
 
 Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes a list of tokens a step ("16k" is 16,384), with
 micro-batches of up to --micro-batch sequences. Each round runs each engine with each number of tokens in turn, in separate processes.

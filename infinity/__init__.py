@@ -1,4 +1,4 @@
-"""Train PyTorch models far larger than device memory: every state lives on the device, in host memory or on NVMe."""
+"""Train PyTorch models that are far larger than device memory. Model states live on the device, in host memory or on NVMe."""
 
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Imports the bridge to torch.distributed.checkpoint when a program asks for it: that package alone takes a second to import."""
+        """Import the functions for torch.distributed.checkpoint when a program uses them: that package alone takes 1 s to import."""
         if name in ("load_dcp", "save_dcp"):
             from infinity.checkpoints import dcp_load, dcp_save
 

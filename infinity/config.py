@@ -1,8 +1,8 @@
-"""What a user may ask of the engine: one frozen value, validated once, and where each setting came from.
+"""The settings of an engine: one frozen value, validated once, and the origin of each setting.
 
-Knows names, ranges and units, and in which order files and options count. Must not know torch, ranks or how anything is
-done: what depends on the machine (is there a GPU, how much memory is free, does the model fit) is answered by the engine. Over 400
-lines because each setting has its check, and each mistake an answer of its own.
+Knows names, ranges and units of settings, and the precedence of files and options. Must not know torch, ranks or how the engine works. The
+engine checks all that depends on the machine: GPUs, free memory, the size of the model. The file has over 400 lines, because each setting has
+its own check and its own messages.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from infinity.integrations.deepspeed import Conversion
 
 DEFAULT_SWAP_DIR = Path("infinity-swap")
-LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the least is a block
+LEAST_CHUNK_MIB, LARGEST_CHUNK_MIB = 2**-9, 2**30  # the smallest chunk is one block of 1,024 elements
 LARGEST_NBYTES = 2**60
-LARGEST_SEED = 2**64 - 1  # that torch.manual_seed takes
-Layer = tuple[str, Mapping[str, object]]  # where values come from, and the values by field
+LARGEST_SEED = 2**64 - 1  # the limit of torch.manual_seed
+Layer = tuple[str, Mapping[str, object]]  # the origin of some values, and the values by field
 
 TierName = Literal["auto", "device", "host", "nvme"]
 
 
 def _with_checked_names(cls):
-    """Make the constructor accept old names of fields, and name the nearest field when a keyword is none."""
+    """Make the constructor accept old names of fields. If a keyword is not a field, the error names the nearest field."""
     construct = cls.__init__
 
     @functools.wraps(construct)
@@ -61,91 +61,92 @@ def _unknown_fields(cls, values):
 @_with_checked_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Settings of an engine. Every field has a default; values are normalised (paths, bytes) and cannot change.
+    """Settings of an engine. Every field has a default. Values are normalised (paths, bytes) and cannot change.
 
-    In files, where there is no None, "none" stands for it. Raises ConfigError, listing every wrong value at once.
+    TOML has no None: files write "none" instead. Raises ConfigError, which lists every wrong value at once.
     """
 
     origins: ClassVar[Mapping[str, str]] = {}
-    """Where values came from, by name, such as "infinity.toml", "--set" or "--swap-dirs". What is absent is the default, or was
-    given in Python. Says nothing about the value: equal configurations may have different origins."""
+    """The origin of values by field, such as "infinity.toml", "--set" or "--swap-dirs". A field without an origin has its default, or was
+    set in Python. Origins do not take part in comparisons: equal configurations may have different origins."""
 
     conversion: "ClassVar[Conversion | None]" = None
-    """Of `from_deepspeed`: what became of every key."""
+    """The result of `from_deepspeed` for every key of the DeepSpeed configuration."""
 
     swap_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (DEFAULT_SWAP_DIR,)
-    """Directories for swap files, best one a drive; a tuple of paths after construction. They must exist, except for
-    the default, `infinity-swap` in the current directory, which is created when some state really goes there."""
+    """Directories for swap files, preferably one on each drive. After construction the value is a tuple of paths. The directories must exist.
+    Only the default, `infinity-swap` in the current directory, is created, when the engine first stores data there."""
 
     host_memory: int | str = "auto"
-    """Bound of the pinned host arena of this rank: bytes, "48GiB", or "auto" for a share of what is free."""
+    """Limit of the pinned host memory of this rank: bytes, "48GiB", or "auto" for a share of the free host memory."""
 
     device_memory: int | str = "auto"
-    """Bound of what the engine itself holds on the device: bytes, "20GiB", or "auto" for what activations leave free."""
+    """Limit of the device memory that the engine itself uses: bytes, "20GiB", or "auto" for the memory that activations leave free."""
 
     param_tier: TierName = "auto"
-    """Where weights live between uses: auto (the fastest tier with room), device, host or nvme."""
+    """Tier of weights between uses: auto (the fastest tier with room), device, host or nvme."""
 
     optimizer_state_tier: TierName = "auto"
-    """Where optimizer states live: auto (the fastest tier with room), device, host or nvme."""
+    """Tier of optimizer states: auto (the fastest tier with room), device, host or nvme."""
 
     activation_tier: TierName = "auto"
-    """Where the activations live that autograd saves while the model runs, such as the inputs of checkpointed blocks, until
-    backward: device, host (in what weights and states leave of host_memory, of which a quarter is kept from them; the rest goes
-    on to NVMe) or nvme; auto is device, and by layer (`infinity.accumulate`) on one rank the host, where the device has no room."""
+    """Tier of saved activations until backward, such as the inputs of checkpointed blocks: auto, device, host or nvme. host uses the host
+    memory that weights and optimizer states leave, at least 25 %. The rest goes to NVMe. auto is device. With layer-wise accumulation
+    (`infinity.accumulate`) on one rank, auto uses the host if the device has no room."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """What the model computes in: bf16 (a full fp32 master is kept, as weight and residual), fp16 (an fp32 master beside
-    it, and a dynamic loss scale) or fp32."""
+    """The compute dtype of the model: bf16 (weight and residual together are a full fp32 master), fp16 (with a separate fp32 master and a
+    dynamic loss scale) or fp32."""
 
     optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """How the optimizer's moments are stored: fp32, or bf16, stochastically rounded, for dtype bf16: 8 bytes a parameter
-    instead of 12."""
+    """The dtype of stored optimizer moments: fp32, or bf16 with stochastic rounding. bf16 moments need dtype bf16. A parameter's record then
+    takes 8 bytes instead of 12."""
 
     compression: Literal["auto", "on", "off"] = "auto"
-    """Whether weights and optimizer states move to and from NVMe in fewer bytes, without loss. off: all of them, each time. Else most
-    updates leave AdamW's moments there as they are, of a bf16 model, and keep the gradient in host_memory. on: floats
-    are coded, too, in about 3/4 of their bytes; auto: beside a CUDA device, if a quarter of the host's cores keeps up with the drives. Their
-    speed is known where 1 GiB of swap a drive was once laid out."""
+    """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do
+    not rewrite AdamW's moments on NVMe, and keep the gradient in host_memory. on: floats are also coded, in about 3/4 of their bytes. auto:
+    floats are coded beside a CUDA device, if a quarter of the host's cores is as fast as the drives. The engine knows the speed of a drive
+    after it has allocated 1 GiB of swap there."""
 
     checksums: bool = True
-    """Whether host memory holds a CRC-32C of each 4096 bytes that are written to NVMe, a thousandth of them, with which what is read is
-    compared before it is used: a drive that returns other bytes is a SwapError then. False is for measurements of its cost."""
+    """Whether the engine checks data from NVMe before use. Host memory keeps a CRC-32C of each 4096 bytes written, 0.1 % of the data. If a
+    drive returns other bytes, the engine raises SwapError. False is for measurements of the cost."""
 
     chunk_mib: float | None = None
-    """Size of a chunk, in MiB of 16-bit weights; None chooses one."""
+    """Size of a chunk, in MiB of 16-bit weights. With None the engine chooses the size."""
 
     residency: Literal["auto", "none"] = "auto"
-    """auto keeps in faster tiers whatever fits; none keeps nothing beyond what the pipeline needs, for benchmarks."""
+    """auto keeps as much as fits in the faster tiers. none keeps there only the data that the pipeline needs, for benchmarks."""
 
     device: str | None = None
-    """"cpu", "cuda" or "cuda:1"; None takes CUDA where there is one, else the CPU."""
+    """"cpu", "cuda" or "cuda:1". None takes a CUDA device if the machine has one, otherwise the CPU."""
 
     update: Literal["auto", "deferred", "backward"] = "auto"
-    """When records are updated: deferred (behind the next forward), backward (as gradients arrive, or, of some, behind the next
-    forward, where drives are behind), or auto, which takes backward whenever nothing known only later can matter. All give the same bits."""
+    """When the optimizer updates records. deferred: during the next forward pass. backward: when gradients arrive; if the drives are too slow,
+    some updates run during the next forward pass. auto: backward, unless a value that is known only after the backward pass may change the
+    update, such as the gradient norm. All give the same bits."""
 
     nonfinite: Literal["auto", "ignore", "raise", "skip"] = "auto"
-    """What a gradient that is infinite or not a number, on any rank, does: ignore (it enters the update, as in plain
-    PyTorch), skip (the step changes nothing), raise (step() raises NonFiniteError, and changes nothing), or auto: skip for
-    fp16, whose loss scale then shrinks, else ignore."""
+    """The reaction to an infinite or NaN gradient on any rank. ignore: the gradient enters the update, as in plain PyTorch. skip: the step
+    changes nothing. raise: step() raises NonFiniteError and changes nothing. auto: skip for fp16, whose loss scale then shrinks, otherwise
+    ignore."""
 
     tile_above: int | str | None = "auto"
-    """Which linear and embedding layers are cut into tiles, each fetched and freed by itself: those whose weight takes more
-    than these bytes ("512MiB"), into tiles of at most as many; with "auto", those that with their gradient take more
-    than 7/8 of device_memory, into tiles of at most 1/8 of it; with None, none. Their parameters are new ones, named
-    `NAME.tiles.N.weight`; names in state dicts stay. A linear layer in tiles rounds differently from the whole layer; the start block counts
-    the layers. See `infinity.tile_large_layers` for the layers left alone."""
+    """Cuts large linear and embedding layers into tiles, which the engine fetches and frees one by one. With a size ("512MiB"), layers with a
+    larger weight are cut into tiles of at most this size. With "auto", layers whose weight and gradient take more than 7/8 of device_memory are
+    cut into tiles of at most 1/8 of device_memory. With None, no layer is cut. The tiles are new parameters, named `NAME.tiles.N.weight`. Names
+    in state dicts stay. A tiled linear layer rounds differently from the whole layer. The start block counts the tiled layers.
+    `infinity.tile_large_layers` lists the layers that are never cut."""
 
     trace: bool = False
     """Record the time of every transfer and op, for `engine.stats()` and tests."""
 
     verbose: bool = True
-    """Whether the engine prints its start block: sizes, tiers and bytes a step. Rank 0 gives it once to the logger "infinity.start", or to
-    standard error if the program has configured no logging. `infinity.describe` has the same values."""
+    """Whether the engine prints its start block: sizes, tiers and bytes a step. Rank 0 sends the block once to the logger "infinity.start", or
+    to standard error if the program has configured no logging. `infinity.describe` has the same values."""
 
     seed: int = 0
-    """Seed of whatever the engine itself draws."""
+    """Seed of the engine's own random numbers."""
 
     def __post_init__(self):
         problems = []
@@ -174,17 +175,17 @@ class Config:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **overrides: Any) -> "Config":
-        """The table [config] of a TOML file, or "config" of a JSON file; overrides count more.
+        """Load the table [config] of a TOML file, or "config" of a JSON file. Keyword arguments override the file.
 
-        A relative path of `swap_dirs` in the file is relative to the file's directory. Raises ConfigError that names the file.
+        A relative path of `swap_dirs` in the file is relative to the file's directory. Raises ConfigError, which names the file.
         """
         return cls.layered([(str(path), _table_of(checked_path(path))), ("argument", overrides)])
 
     @classmethod
     def layered(cls, layers: Iterable[Layer], deepspeed: Mapping | str | os.PathLike | None = None) -> "Config":
-        """What comes later counts more; below all of them what `from_deepspeed` makes of a source, if there is one.
+        """Combine layers of values. A later layer overrides an earlier one. All layers override the converted DeepSpeed configuration.
 
-        Raises ConfigError that names the origin.
+        Raises ConfigError, which names the origin.
         """
         values, origins, problems, conversion = {}, {}, [], None
         if deepspeed is not None:
@@ -202,25 +203,25 @@ class Config:
         if problems:
             raise ConfigError("\n".join(problems))
         config = cls.__new__(cls)
-        object.__setattr__(config, "origins", Renamed(origins, CONFIG_FIELDS))  # before values are checked, for errors to name them
+        object.__setattr__(config, "origins", Renamed(origins, CONFIG_FIELDS))  # errors about values name the origins
         object.__setattr__(config, "conversion", conversion)
         config.__init__(**values)
         return config
 
     @classmethod
     def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str], **overrides: Any) -> "Config":
-        """What a configuration of DeepSpeed's ZeRO-Infinity, a dict or a JSON file, means here; overrides count more.
+        """Convert a configuration of DeepSpeed's ZeRO-Infinity, a dict or a JSON file. Keyword arguments override the converted values.
 
-        `conversion` of the result says what became of every key. Raises ConfigError for a ZeRO stage other than 3, among others.
+        `conversion` of the result lists the result for every key. Raises ConfigError, for example for a ZeRO stage other than 3.
         """
         if not isinstance(source, Mapping):
             checked_path(source)
         return cls.layered([("argument", overrides)], deepspeed=source)
 
     def to_table(self) -> dict:
-        """What files hold, for `load` to make an equal one of: numbers, strings, booleans and lists of these.
+        """The settings as numbers, strings, booleans and lists of these. A file with this table loads as an equal configuration.
 
-        Paths are absolute, but for the default one, which a file in the current directory means in the same way.
+        Paths are absolute. Only the default path stays relative, to the current directory.
         """
         table = {}
         for field in dataclasses.fields(self):
@@ -230,7 +231,7 @@ class Config:
         return table
 
     def _told(self, name, problem) -> str:
-        """A problem, which begins with the name of its field, with the place that its value came from."""
+        """The problem with the origin of the field's value in front. problem: begins with the name of the field."""
         origin = self.origins.get(name)
         if origin == _option(name):
             return origin + problem.removeprefix(name)
@@ -245,7 +246,7 @@ class Config:
             found.append(
                 self._told(
                     "nonfinite",
-                    f"nonfinite={self.nonfinite!r} with dtype='fp16': its loss scale finds its size by steps that overflow and are "
+                    f"nonfinite={self.nonfinite!r} with dtype='fp16': the loss scale adapts by steps that overflow, which are "
                     f"skipped. Use nonfinite='auto'.",
                 )
             )
@@ -254,7 +255,7 @@ class Config:
             found.append(
                 self._told(
                     "update",
-                    f"update='backward' with {what}: whether a step counts is known only after the backward pass. "
+                    f"update='backward' with {what}: the engine knows only after the backward pass whether all gradients are finite. "
                     f"Use update='deferred' or 'auto'.",
                 )
             )
@@ -262,7 +263,7 @@ class Config:
 
     @property
     def watches_nonfinite(self) -> bool:
-        """Whether gradients are looked at before a step."""
+        """Whether the engine looks for infinite and NaN gradients before a step."""
         return self.dtype == "fp16" or self.nonfinite in ("raise", "skip")
 
     @property
@@ -273,7 +274,7 @@ class Config:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str):
-            """Old names of fields, with a warning."""
+            """Read a field by its old name, with a warning."""
             if name not in CONFIG_FIELDS:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
             warn_renamed(f"Config.{name}", f"Config.{CONFIG_FIELDS[name]}")
@@ -286,8 +287,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def command_layers(arguments, options: Sequence[str] = ()) -> list[Layer]:
-    """What a command was told: infinity.toml if it is here and has a table [config], then the file of --config, then --set, then
-    those of the command's own options, named by their fields, that were given (are not None)."""
+    """The layers of a command, in order: infinity.toml of the current directory, the file of --config, --set, the command's own options.
+
+    A file infinity.toml without a table [config] is ignored. options: names of the own options, as names of fields. None means not given.
+    """
     layers = []
     if Path(config_files.DEFAULT_NAME).is_file() and "config" in config_files.read(config_files.DEFAULT_NAME):
         layers.append((config_files.DEFAULT_NAME, _table_of(config_files.DEFAULT_NAME)))
@@ -307,16 +310,16 @@ def _option(name: str) -> str:
 
 
 def set_layers(arguments) -> list[Layer]:
-    """Those of --set alone."""
+    """The layers of --set alone."""
     pairs = [config_files.assignment(text) for text in arguments.set]
     return [("--set", {name: value}) for name, value in pairs]
 
 
 def _table_of(path):
-    """[config] of a file, by new names, paths of swap_dirs as seen from here."""
+    """The table [config] of a file, with new names of fields. Paths of swap_dirs are relative to the current directory."""
     content = config_files.read(path).get("config")
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{path} has no table [config]; put the settings of the engine into one")
+        raise ConfigError(f"{path} has no table [config]; put the settings of the engine into this table")
     table = with_new_names(content, CONFIG_FIELDS, f"{path}: ")
     swap_dirs = table.get("swap_dirs")
     if isinstance(swap_dirs, (str, list)):
@@ -327,7 +330,7 @@ def _table_of(path):
 
 
 def converted(source: Mapping | str | os.PathLike) -> tuple[str, "Conversion"]:
-    """A configuration of DeepSpeed's: what to call it, and what becomes of it."""
+    """The name of a DeepSpeed configuration for messages, and the result of its conversion."""
     given = isinstance(source, Mapping)
     origin, content = ("DeepSpeed", source) if given else (str(source), config_files.read_json(checked_path(source)))
     try:
@@ -339,7 +342,7 @@ def converted(source: Mapping | str | os.PathLike) -> tuple[str, "Conversion"]:
 
 
 def checked_path(path: str | os.PathLike) -> Path:
-    """Raises ConfigError for a value that cannot name a file or a directory, such as an empty text."""
+    """The path. Raises ConfigError for a value that cannot name a file or a directory, such as an empty text."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"{path!r:.60}: expected a path, as text or pathlib.Path; got {type(path).__name__}")
     if reason := why_no_path(path):
@@ -352,7 +355,7 @@ def _paths(name, value):
     if not isinstance(given, Sequence) or not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
         raise ConfigError(f"{name}={value!r}: expected a directory or a list of directories")
     if "" in given:
-        raise ConfigError(f"{name}={value!r}: a name is empty, as that of an unset shell variable; name a directory, '.' for this one")
+        raise ConfigError(f"{name}={value!r}: a name is empty, as from an unset shell variable; name a directory, or '.' for the current one")
     for path in given:
         if reason := why_no_path(path):
             raise ConfigError(f"{name}: {reason}")
@@ -383,7 +386,7 @@ def _budget(name, value):
         raise ConfigError(f'{name}: {error}, or "auto"') from None
     if nbytes > LARGEST_NBYTES:
         most = format_bytes(LARGEST_NBYTES)
-        raise ConfigError(f'{name}: {str(value)[:60]} is more than {most}, which no machine has; give what this one has, or "auto"')
+        raise ConfigError(f'{name}: {str(value)[:60]} is more than {most}, which no machine has; give the memory of this one, or "auto"')
     return nbytes
 
 
@@ -415,7 +418,7 @@ def _size_mib(name, value):
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST_CHUNK_MIB:
         raise ConfigError(f"{name}={value!r}: expected a number of MiB above zero, at most {LARGEST_CHUNK_MIB}, or None to choose one")
     if value < LEAST_CHUNK_MIB:
-        raise ConfigError(f"{name}={value!r}: a chunk has {LEAST_CHUNK_MIB} MiB at least; give that or more, or None to choose one")
+        raise ConfigError(f"{name}={value!r}: expected at least {LEAST_CHUNK_MIB} MiB, or None to choose one")
     return value
 
 

@@ -1,6 +1,6 @@
-"""Files of settings: TOML or JSON in, TOML out; and single settings as a command line gives them, NAME=VALUE.
+"""Files of settings: reads TOML and JSON, writes TOML. Also parses a setting of the command line, NAME=VALUE.
 
-Knows tables of numbers, strings, booleans and lists. Must not know what any of them means.
+Knows tables of numbers, strings, booleans and lists. Must not know the meaning of a setting.
 """
 
 import json
@@ -13,14 +13,14 @@ from pathlib import Path
 from infinity.errors import ConfigError
 from infinity.ordinary_file import read_ordinary
 
-DEFAULT_NAME = "infinity.toml"  # what commands read where no other file is named
-LARGEST_NBYTES = 1 << 16  # of a file: a parser takes less than a second for so many, whatever they say
-# tomllib's time and memory grow with the square of the number of parts of a dotted key.
+DEFAULT_NAME = "infinity.toml"  # commands read this file unless they name another one
+LARGEST_NBYTES = 1 << 16  # of a file: a parser takes less than 1 s for any content of this size
+# The time and the memory of tomllib grow with the square of the number of parts in a dotted key.
 _LONG_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){8}""")
 
 
 def read(path: Path | str) -> dict:
-    """The tables of a file, JSON if it is named so, else TOML. Raises ConfigError, with the place in the file."""
+    """The tables of a file: JSON if the name ends in .json, otherwise TOML. Raises ConfigError with the position in the file."""
     suffix = Path(path).suffix
     if suffix in (".yaml", ".yml"):
         raise ConfigError(f"{path}: expected TOML, or JSON in a file whose name ends in .json; got YAML, by its name. Write it as one of these")
@@ -28,12 +28,12 @@ def read(path: Path | str) -> dict:
 
 
 def read_json(path: Path | str) -> dict:
-    """The tables of a JSON file, whatever its name. Raises ConfigError, with the place in the file."""
+    """The tables of a JSON file with any name. Raises ConfigError with the position in the file."""
     return _read(path, json.loads, "JSON")
 
 
 def assignment(text: str) -> tuple[str, object]:
-    """NAME=VALUE, the value as in TOML; what is no number, string, boolean or list there is a string: quotes can be left out."""
+    """Name and value of NAME=VALUE. A value that is no number, string, boolean or list of TOML is a string: quotes are optional."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"\s*[\w.-]+\s*", name):
         raise ConfigError(f"{text!r}: expected NAME=VALUE")
@@ -41,15 +41,15 @@ def assignment(text: str) -> tuple[str, object]:
         content = _parse_toml(f"value = {value}")
     except (ValueError, RecursionError):
         content = {}
-    # More than one value: there was a newline.
+    # With a newline, the text may have more than one value.
     given = content["value"] if list(content) == ["value"] else None
     return name.strip(), given if isinstance(given, (bool, int, float, str, list)) else value.strip()
 
 
 def to_toml(tables: Mapping[str, object]) -> str:
-    """TOML of nested tables, and lists of tables, of numbers, strings, paths, booleans and lists of these. None is left out.
+    """TOML of nested tables and lists of tables. Values are numbers, strings, paths, booleans and lists of these. None is left out.
 
-    Raises TypeError for anything else, and ConfigError for a string that is not Unicode, such as a path may be.
+    Raises TypeError for other values, and ConfigError for a string that is not Unicode, such as some paths.
     """
     return "\n".join(_lines(tables, ())).strip() + "\n"
 
@@ -59,7 +59,7 @@ def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
         content = parse(read_ordinary(path, LARGEST_NBYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of the parser, and of what is no text
+    except (ValueError, RecursionError) as error:  # of the parser, or the bytes are no text
         raise ConfigError(f"{path} is not valid {kind}: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a table of settings; got {type(content).__name__}")
@@ -67,7 +67,7 @@ def _read(path: Path | str, parse: Callable[[str], object], kind: str) -> dict:
 
 
 def _parse_toml(text: str) -> dict:
-    """Raises ValueError, with the place."""
+    """Raises ValueError with the position in the text."""
     if found := _LONG_KEY.search(text):
         raise ValueError(f"expected keys of at most 8 parts; got {found[0][:40]}... (at line {text.count(chr(10), 0, found.start()) + 1})")
     return tomllib.loads(text)
@@ -101,7 +101,7 @@ def _value(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int):
         return int.__repr__(value)
-    if isinstance(value, float):  # numpy's, too, which print otherwise
+    if isinstance(value, float):  # numpy's floats have a different repr
         return float.__repr__(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"

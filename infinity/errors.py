@@ -1,6 +1,6 @@
-"""The errors that a user of the engine can meet. Knows nothing else of the package.
+"""The errors that the package raises for a user. Knows no other module of the package.
 
-A message says what is wrong, what was expected, what was found and what to do about it.
+A message has four parts: the problem, the expected value, the given value and the remedy.
 """
 
 import errno
@@ -13,29 +13,29 @@ NO_DESCRIPTORS = {
     errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
 }
-"""What to do where a file cannot be opened for want of a descriptor, which says nothing of the file."""
+"""The remedy, by errno, if a process or the system has no free file descriptor. The file itself is not the cause of such an error."""
 
 
 def refuses_direct(error: OSError) -> bool:
-    """Whether what failed says that a filesystem has no O_DIRECT; any other error would be met without it, too."""
+    """Whether the error means that the filesystem has no O_DIRECT. Any other error would also occur without O_DIRECT."""
     return error.errno in (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def printable(text: str) -> str:
-    """A text with whatever could command a terminal escaped, but for ends of lines: names in files are somebody else's."""
+    """The text with all control characters escaped, except newlines. Names from files may contain commands for a terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
 
 
 class RenamedWarning(DeprecationWarning):
-    """The program uses an old name; the message gives the new one. The next version removes the old name."""
+    """The program uses an old name. The message gives the new name. The next version removes the old name."""
 
 
 def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
-    """A warning that shows the program's line, not one of this package. A thread of this package has no line of the program.
+    """Warn with the program's line, not a line of this package. In a thread of this package, the stack has no line of the program.
 
-    Python shows a DeprecationWarning only for lines of `__main__`. So the program's line in `python -m infinity` is one of this package.
+    Python shows a DeprecationWarning only for lines of `__main__`. Therefore `infinity/__main__.py` counts as the program.
     """
     package = str(Path(__file__).parent) + os.sep
     frame = sys._getframe(1)
@@ -47,13 +47,13 @@ def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
 
 
 class ConfigError(ValueError):
-    """A setting, a path or an option is wrong; nothing has been written yet."""
+    """A setting, a path or an option is wrong. The package has not written anything yet."""
 
 
 class BudgetError(ConfigError):
-    """A memory or disk budget is too small to make progress; the message names the size that is needed.
+    """A memory or disk budget is too small to make progress. The message names the size that is needed.
 
-    least_host_nbytes: of host_memory, where that is the budget.
+    least_host_nbytes: the smallest sufficient host_memory, if host_memory is the budget.
     """
 
     def __init__(self, text: str = "", least_host_nbytes: int | None = None):
@@ -62,23 +62,23 @@ class BudgetError(ConfigError):
 
 
 class UsageError(RuntimeError):
-    """The engine was called in an order that has no meaning, such as `step()` without a backward pass."""
+    """The program called the engine in an invalid order, such as `step()` without a backward pass."""
 
 
 class SwapError(OSError):
-    """Reading or writing state on a disk failed, swapped or saved. Carries errno and the path, as every OSError does."""
+    """A read or a write of swap or of a checkpoint failed. Has errno and the path, as every OSError."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or model file is damaged, incomplete or of something else; the message names the file and what to do."""
+    """A checkpoint or a model file is damaged, incomplete, or not made for this model. The message names the file and the remedy."""
 
     def __init__(self, text: str = ""):
         super().__init__(printable(text))
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, so this one cannot go on; the message names that rank and repeats its error."""
+    """Another rank failed, and this rank cannot continue. The message names the failed rank and repeats the error."""
 
 
 class NonFiniteError(ArithmeticError):
-    """A gradient is infinite or not a number, and nonfinite='raise'; the step has changed nothing."""
+    """A gradient is infinite or NaN, and nonfinite='raise'. The step has changed nothing."""

@@ -1,6 +1,6 @@
-"""An ordinary file that somebody names, opened to be read.
+"""Opens and reads an ordinary file.
 
-Knows which files end: a pipe may wait for ever, and a device may have no end. Must not know who reads a file, or what it holds.
+Knows kinds of files: a read of a pipe may block for ever, and a device may have no end. Must not know the reader or the content of a file.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 
 def open_ordinary(path: str | os.PathLike) -> BinaryIO:
-    """A file to be read, as bytes. Never waits. Raises OSError with errno and path for a directory, a pipe, a socket or a device."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # of a pipe, opening would wait for who writes
+    """Open a file to read bytes. Never blocks. Raises OSError with errno and path for a directory, a pipe, a socket or a device."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a blocking open of a pipe waits for a writer
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         return open(fd, "rb")
@@ -24,7 +24,7 @@ def open_ordinary(path: str | os.PathLike) -> BinaryIO:
 
 
 def read_ordinary(path: str | os.PathLike, most_nbytes: int) -> bytes:
-    """All bytes of a file. Raises OSError with errno and path, as `open_ordinary`, and for a file of more than `most_nbytes`."""
+    """All bytes of a file. Raises OSError with errno and path, as `open_ordinary`, and for a file larger than `most_nbytes`."""
     with open_ordinary(path) as file:
         data = file.read(most_nbytes + 1)
     if len(data) > most_nbytes:

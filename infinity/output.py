@@ -1,6 +1,6 @@
-"""What commands give out: files that are written whole, tables of text, and plots.
+"""The output of commands: files that are replaced atomically, tables of text, and plots.
 
-Knows paths, rows and columns. Must not know what they say.
+Knows paths, rows and columns. Must not know the content of an output.
 """
 
 import json
@@ -14,14 +14,14 @@ from infinity.errors import ConfigError, UsageError
 
 
 def check_file(path: Path | None, option: str) -> None:
-    """Raise ConfigError if a file could not be written there, before anything else is done. None is no path."""
+    """Raise ConfigError if a file cannot be written there. A command calls this function first. For None, do nothing."""
     if path is None:
         return
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a directory; name a file")
     if path.exists() and not path.is_file():
         raise ConfigError(f"{option} {path} is no ordinary file, and would be replaced; name another")
-    target = Path(os.path.realpath(path)) if path.is_symlink() else path  # where `write_text` writes
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path  # the path that `write_text` writes
     if target.is_symlink():
         raise ConfigError(f"{option} {path} is a link that leads to itself; name another")
     if not target.parent.is_dir():
@@ -31,7 +31,7 @@ def check_file(path: Path | None, option: str) -> None:
 
 
 def check_different(paths: Mapping[str, Path]) -> None:
-    """Raise ConfigError if two options name one file. paths: by option."""
+    """Raise ConfigError if two options name the same file. paths: by option."""
     seen = {}
     for option, path in paths.items():
         other = seen.setdefault(os.path.realpath(path), option)
@@ -40,7 +40,7 @@ def check_different(paths: Mapping[str, Path]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Old or new, whole: written aside, then renamed. A link stays one, and a file that was there keeps its mode."""
+    """Replace a file atomically: write a temporary file, then rename it. A link stays a link, and an existing file keeps its mode."""
     path = path.resolve()
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
@@ -56,7 +56,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on standard error, in place of what a line of progress left there."""
+    """Print a line on standard error, in place of a line of progress."""
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{erase}infinity: {text}", file=sys.stderr, flush=True)
 
@@ -67,14 +67,14 @@ def write_json(path: Path, report) -> None:
 
 
 def give(report, text: str, as_json: bool, output: Path | None = None) -> None:
-    """What a command found: on standard output the text, or the report in its place; the report in a file, too, where one is named."""
+    """Print the result of a command: the text, or with as_json the report. output: a file that also receives the report."""
     print(json.dumps(report, indent=2) if as_json else text, flush=True)
     if output is not None:
         write_json(output, report)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text as wide as they must be: the first to the left, the others to the right."""
+    """Rows in columns of minimal width. The first column is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = []
     for row in (head, *rows):
@@ -84,7 +84,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def check_plot(path: Path | None, option: str) -> None:
-    """As `check_file`, and that a picture of this kind can be drawn. Raises UsageError without matplotlib, too."""
+    """As `check_file`. Also raises ConfigError for an unknown kind of picture, and UsageError without matplotlib."""
     check_file(path, option)
     if path is not None:
         kinds = pyplot().gcf().canvas.get_supported_filetypes()
@@ -93,7 +93,7 @@ def check_plot(path: Path | None, option: str) -> None:
 
 
 def pyplot():
-    """matplotlib's pyplot, drawing into files. Raises UsageError, naming what to install, where there is none."""
+    """matplotlib's pyplot, which draws into files. Without matplotlib, raises UsageError, which names the package to install."""
     try:
         import matplotlib
     except ImportError:

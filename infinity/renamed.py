@@ -1,6 +1,6 @@
-"""Old public names: the new name of each one, and the warning that tells it.
+"""Old public names: the new name of each, and the warning with the new name.
 
-Knows names. Must not know their meaning. Old names are accepted for one version; this file is deleted with them.
+Knows names. Must not know the meaning of a name. The package accepts old names for one version. Delete this file with the old names.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def warn_renamed(old: str, new: str, where: str = "") -> None:
 
 
 def with_new_names(values: Mapping[str, Any], names: Mapping[str, str], where: str = "") -> dict[str, Any]:
-    """The values by their new names, in their order. names: old name -> new name.
+    """The values by new names, in the same order. names: old name -> new name.
 
-    Raises ConfigError if a value is given by both its names.
+    Raises ConfigError if the values contain both names of a setting.
     """
     if both := [f"{where}{old} and {new} are one setting: give {new} alone" for old, new in names.items() if old in values and new in values]:
         raise ConfigError("\n".join(both))
@@ -53,7 +53,7 @@ def with_new_names(values: Mapping[str, Any], names: Mapping[str, str], where: s
 
 
 class Renamed(dict):
-    """A dict whose values can be read by their old names, too, with a RenamedWarning. Old names are not listed."""
+    """A dict whose values can also be read by old names, with a RenamedWarning. The keys are the new names only."""
 
     def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), names: Mapping[str, str] | None = None):
         super().__init__(values)

@@ -1,6 +1,6 @@
-"""Bytes and lists of names, as people write and read them.
+"""Parses and formats sizes in bytes and lists of names.
 
-Knows units. Must not know what is measured.
+Knows units. Must not know the objects that have these sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from infinity.errors import ConfigError
 
-LEAST_NBYTES = 1024  # of a budget: nothing useful fits into less
+LEAST_NBYTES = 1024  # of a budget: nothing useful fits into a smaller one
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
@@ -19,9 +19,9 @@ for _power, _letter in enumerate("kmgtp", start=1):
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes of an integer, of digits, or of a number with its unit: "20GiB", "512MiB", "1.5 GB" (decimal), in any case.
+    """Bytes of an integer, of digits, or of a number with a unit: "20GiB", "512MiB", "1.5 GB" (decimal), in any case of letters.
 
-    Raises ConfigError for anything else, such as a unit that does not say whether it is binary ("20G").
+    Raises ConfigError for other values, such as a unit that may be binary or decimal ("20G").
     """
     nbytes = None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -38,7 +38,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_budget(value: int | str) -> int:
-    """As `parse_bytes`, of memory or files, which are of LEAST_NBYTES at least. Raises ConfigError for less: a unit is missing then."""
+    """As `parse_bytes`, for a budget of memory or files. Raises ConfigError below LEAST_NBYTES: in such a value, a unit is missing."""
     nbytes = parse_bytes(value)
     if nbytes < LEAST_NBYTES:
         number = re.match(r"\s*([\d.]+)", str(value))[1]
@@ -47,19 +47,19 @@ def parse_budget(value: int | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes for people, in binary units: "812 B", "2.6 GiB"."""
+    """Bytes as text, in binary units: "812 B", "2.6 GiB"."""
     sign, size = ("-", -nbytes) if nbytes < 0 else ("", nbytes)
     if size < 1024:
         return f"{sign}{size:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= 1024
-        if size < 1023.95:  # what prints as 1024.0 belongs to the next unit
+        if size < 1023.95:  # a larger size would print as 1024.0
             return f"{sign}{size:.1f} {unit}"
     return f"{sign}{size / 1024:.1f} PiB"
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for people, in one line: "a, b and 7 more"."""
+    """Names as text, in one line: "a, b and 7 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

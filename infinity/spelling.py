@@ -1,6 +1,6 @@
-"""The known name that is most like an unknown one.
+"""Finds the known name that is most similar to an unknown name.
 
-Knows how alike two names are, and other libraries' words for ours. Must not know what is named.
+Knows the similarity of names, and names of other libraries for our settings. Must not know the things that are named.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-_LEAST_ALIKE = 0.65  # "--precision" and "--residency", which mean different things, are alike by 0.6
-_OUR_WORDS = {  # by other libraries' word, both without dashes and in small letters
+_LEAST_ALIKE = 0.65  # "--precision" and "--residency" have a similarity of 0.6, and mean different things
+_OUR_WORDS = {  # by the name in other libraries; both names in lower case, without leading dashes
     "precision": "dtype",
     "mixed_precision": "dtype",
     "torch_dtype": "dtype",
@@ -27,7 +27,7 @@ _OUR_WORDS = {  # by other libraries' word, both without dashes and in small let
 
 
 def nearest(unknown: str, known: Iterable[str]) -> str | None:
-    """The known name that an unknown one stands for: our word for another library's, or the one that is spelled most alike."""
+    """The known name for an unknown one: our name for a setting of another library, or the name with the most similar spelling."""
     names = {_plain(name): name for name in known}
     word = _OUR_WORDS.get(_plain(unknown))
     if word in names:

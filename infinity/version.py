@@ -1,3 +1,3 @@
-"""The version of this package, which is in no other place."""
+"""The version of this package. No other file states the version."""
 
 __version__ = "0.1.0"

@@ -14,13 +14,13 @@ import torch
 
 from aio_ext import _aio
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what runs in a shell's background, whose processes would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored, and child processes inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", type=_part, help="run every Nth test only, from the Kth on")
-    parser.addoption("--record", metavar="FILE", type=Path, help="write what a --part found to a table, in place of what it found before")
+    parser.addoption("--record", metavar="FILE", type=Path, help="write the result of a --part to a table, replacing its old line")
 
 
 def pytest_configure(config):
@@ -36,9 +36,9 @@ def _part(text):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    """Neighbours, which are the cases of one test, go to different parts, so that all parts take about as long."""
+    """Sends neighbours (the cases of one test) to different parts. Therefore all parts take about the same time."""
     _leave_few(items)
-    yield  # -m and -k
+    yield  # applies -m and -k
     if part := config.getoption("--part"):
         number, parts = part
         config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % parts != number - 1])
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _leave_few(items):
-    """Of a test marked few(number) all but so many cases are long: those stay whose values of parameters have come least among them."""
+    """Marks all cases of a test marked few(number) as long, except `number` cases. Cases with the least used parameter values stay."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("long"):
@@ -66,17 +66,17 @@ def _values(item):
 
 
 def pytest_collection_finish(session):
-    """Thousands of tests and all that they import live to the end: a collection of garbage, of which tests make many, is not to look at them."""
+    """Excludes tests and modules, which live to the end, from the many garbage collections of the tests."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     if hasattr(config, "workerinput"):
-        return  # one of the processes of -n, which has run a share
+        return  # a worker process of -n has run only a share
     path, part = config.getoption("--record"), config.getoption("--part")
     if path is None or part is None or config.getoption("-k") or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        return  # what was interrupted, or is a choice of tests, is not on record
+        return  # interrupted runs and selections of tests are not recorded
     stats = terminalreporter.stats
     failed = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())]
     minutes = (time.monotonic() - config.began) / 60
@@ -84,7 +84,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
 
 def record(path, part, num_passed, failed, num_skipped, minutes):
-    """Put a line for the part into the table, which it makes if need be; lines of other divisions go."""
+    """Writes a line for the part into the table, and removes lines of other divisions. Makes the table if there is none."""
 
     def git(*command):
         return subprocess.run(["git", *command], cwd=path.parent, capture_output=True, text=True).stdout.strip()
@@ -113,7 +113,7 @@ LONG_HEAD = """# Results of the long tests
 
 @pytest.fixture(autouse=True)
 def no_faults_left():
-    """Whatever a test injects into aio_ext ends with it."""
+    """Removes all faults that the test injected into aio_ext."""
     yield
     _aio._inject()
 
@@ -129,7 +129,7 @@ def paths(tmp_path):
 
 @pytest.fixture
 def one_thread():
-    """Torch computes in one thread: the same bits as a reference, whatever the machine."""
+    """Torch computes in one thread, with the bits of a reference on every machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -138,7 +138,7 @@ def one_thread():
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """CUDA kernels whose sums have one order."""
+    """Selects CUDA kernels that add in a fixed order."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield

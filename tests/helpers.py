@@ -1,4 +1,4 @@
-"""What the engine's tests share: the reference that it must equal bit by bit, and ways to build, tighten and compare."""
+"""Shared by tests of the engine: the reference optimizer with the expected bits, and functions that build, limit and compare engines."""
 
 import contextlib
 import mmap
@@ -36,19 +36,19 @@ def on_gpu(test):
 
 
 def memory(nbytes, fill=None):
-    """Page-aligned memory; random bytes unless `fill` says which."""
+    """Page-aligned memory, filled with the byte `fill` or with random bytes."""
     pages = mmap.mmap(-1, max(nbytes, 1))
     pages[:nbytes] = random.randbytes(nbytes) if fill is None else bytes([fill]) * nbytes
     return memoryview(pages)[:nbytes]
 
 
 def everything_in(*paths):
-    """Names of all that lies below these directories."""
+    """Sorted relative paths of all entries below these directories."""
     return sorted(str(found.relative_to(path)) for path in paths for found in path.rglob("*"))
 
 
 def start_python(source, *arguments, **options):
-    """A process that runs the source, with pipes to its output; the package and the tests are on its path."""
+    """A process that runs the source, with pipes for stdout and stderr. The package and the tests are on PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -56,12 +56,12 @@ def start_python(source, *arguments, **options):
 
 
 def without_gloo(text):
-    """What a program printed, without the lines that gloo of PyTorch 2.8 adds."""
+    """The output of a program, without the lines that gloo of PyTorch 2.8 prints."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] Rank "))
 
 
 def run_python(source, *arguments, **options):
-    """The same, ended: what it printed and its returncode."""
+    """Same as `start_python`, but waits for the end. Returns a CompletedProcess with the output and the exit status."""
     with start_python(source, *arguments, **options) as process:
         try:
             output, errors = process.communicate(timeout=300)
@@ -72,10 +72,10 @@ def run_python(source, *arguments, **options):
 
 
 class ReferenceAdamW(torch.optim.Optimizer):
-    """The update as it is stated ([Note: the fixed arithmetic] in _adam.c), op by op, over plain PyTorch parameters.
+    """The update of [Note: the fixed arithmetic] in _adam.c, op by op, over plain PyTorch parameters.
 
-    dtype: bf16 and fp16 keep fp32 masters and give the model their rounded weights; fp32 updates the model itself; None: as each
-    parameter's own dtype says.
+    dtype: with bf16 and fp16, the optimizer keeps fp32 masters and writes rounded weights to the model. With fp32, the optimizer updates
+    the model directly. None takes the dtype of each parameter.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, dtype="fp32", decoupled=True):
@@ -107,7 +107,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
 
         s["step"] += 1
         written = torch.where(param == self.rounded(param, s["master"]), s["master"], param.float())
-        s["master"] = written.detach().clone()  # an embedding with max_norm writes in forward
+        s["master"] = written.detach().clone()  # an embedding with max_norm writes weights in forward
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
         p, g = s["master"], (param.grad if grad is None else grad).float() * fp32(grad_scale)
         if self.decoupled:
@@ -116,7 +116,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
             g = g + fp32(decay) * p
         m = s["m"] = s["m"] * fp32(beta1) + g * fp32(1 - beta1)
         v = s["v"] = s["v"] * fp32(beta2) + (g * g) * fp32(1 - beta2)
-        root = v.double().sqrt().float()  # torch's own fp32 square root is not correctly rounded on the CPU
+        root = v.double().sqrt().float()  # torch's fp32 square root is not correctly rounded on the CPU
         d = root * fp32((1 - beta2 ** s["step"]) ** -0.5) + fp32(group["eps"])
         quotient = (m.double() / d.double()).float()
         s["master"] = p - fp32(lr / (1 - beta1 ** s["step"])) * quotient
@@ -146,7 +146,7 @@ def assert_same_bits(got, expected, what):
 
 
 def assert_equals_reference(engine, model, reference_model, reference):
-    """Every segment of every parameter, bit by bit."""
+    """Asserts the same bits in every segment of every parameter."""
     theirs = dict(reference_model.named_parameters())
     for name, param in model.named_parameters():
         state, expected = engine.read_state(param), reference.state.get(theirs[name])
@@ -167,7 +167,7 @@ def assert_equals_reference(engine, model, reference_model, reference):
 
 
 def assert_moves(state, attribute, moves, become, before, after, message):
-    """The state moves from one value of an enum to another if the table has the move, and raises AssertionError otherwise."""
+    """Asserts that `become` makes a move of the table `moves`, and raises AssertionError for any other move."""
     setattr(state, attribute, before)
     if (before, after) in moves:
         become(after)
@@ -198,7 +198,7 @@ def assert_nothing_held(engine):
 
 @contextlib.contextmanager
 def training(make, directory, *, seed=0, optimizer=infinity.AdamW, groups=None, options=None, **config):
-    """(model, engine, optimizer) of a model made with a seed; closed at the end, with nothing held."""
+    """Yields (model, engine, optimizer) of a model made with a seed. Asserts at the end that no span is held, and closes the engine."""
     torch.manual_seed(seed)
     model = make()
     directory.mkdir(exist_ok=True)
@@ -228,7 +228,7 @@ def plain(make, *, seed=0, dtype="fp32", groups=None, options=None):
 
 
 def least_device_memory(make, directory, *, trained=True, **config):
-    """The number that the refusal of a tiny budget names; that number is enough and one byte less is not."""
+    """The least budget in bytes, from the refusal of a tiny budget. Asserts that one byte less is refused."""
     return _least(make, directory, "device_memory", config, trained)
 
 
@@ -240,11 +240,11 @@ def _least(make, directory, field, config, trained):
     options = config.pop("options", None)
     groups = config.pop("groups", None)
     try:
-        with training(make, directory, groups=groups, options=options, **config | {field: 1024}):  # a smaller budget is refused as one without a unit
+        with training(make, directory, groups=groups, options=options, **config | {field: 1024}):  # Config refuses smaller numbers
             return 1024
     except infinity.BudgetError as error:
         match = re.search(r"needs (\d+) bytes", str(error))
-        assert match, f"the message names no exact number: {error}"
+        assert match, f"the message names no number of bytes: {error}"
     nbytes = int(match[1])
     try:
         with training(make, directory, groups=groups, options=options, **config | {field: nbytes - 1}):
@@ -255,7 +255,7 @@ def _least(make, directory, field, config, trained):
 
 
 class ScriptedGauge:
-    """A device of `capacity` bytes on which a pass allocates `activations` beside what the engine holds; counts what was too much."""
+    """A device of `capacity` bytes. A pass allocates `activations` bytes beside the spans of the engine. Counts overflows."""
 
     def __init__(self, capacity):
         self.capacity, self.activations, self.tier, self.overflows, self.failures = capacity, 0, None, 0, 0
@@ -276,7 +276,7 @@ class ScriptedGauge:
 
 
 def run_micro_batches(model, batches, loss_of, by_layer):
-    """All backward passes of a step, by layer or in the ordinary loop; their losses."""
+    """Runs all backward passes of a step, layer-wise or in an ordinary loop. Returns the losses."""
     if by_layer:
         return [loss.item() for loss in infinity.accumulate(model, batches, lambda model, batch: loss_of(model(batch[0]), batch[1]))]
     losses = []
@@ -288,7 +288,7 @@ def run_micro_batches(model, batches, loss_of, by_layer):
 
 
 class OnDrive:
-    """A compressor with small sections over a swap with extents of these sizes, maybe with a pool for gradients."""
+    """A compressor with small sections, over a swap with extents of `sizes` bytes. Has a pool for gradients if pool_nbytes > 0."""
 
     def __init__(self, paths, sizes, section_nbytes, pool_nbytes=0):
         self.arena, self.swap = Arena(), Swap(paths)
@@ -306,7 +306,7 @@ class OnDrive:
 
 
 def place(whole, records, *, first=None, least_crowded_out=0, **options):
-    """A placement, by the fields of Needs, of Budgets (those of a tier as `device_budget`) and of Candidate together. first: the records of
+    """A placement. Options are the fields of Needs, of Candidate and of Budgets (`device_budget` for the device). `first` has the records of
     the first rank."""
     options = {name.replace("_budget", "_nbytes"): value for name, value in options.items()}
     candidate = {name: value for name, value in options.items() if name in Candidate.__dataclass_fields__}
@@ -318,14 +318,14 @@ def place(whole, records, *, first=None, least_crowded_out=0, **options):
 
 
 def arranged(model, config, *, compresses=False, **options):
-    """Layout, records and placement of one rank, by the fields of Budgets (those of a tier as `device_budget`) and of Training together."""
+    """(layout, records, placement) of one rank. Options are the fields of Training and of Budgets (`device_budget` for the device)."""
     budgets = {name.replace("_budget", "_nbytes"): options.pop(name) for name in list(options) if name.endswith("_budget")}
     how = Training(**{"moments": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
     return arrange(model, list(model.named_parameters()), config, Budgets(**budgets), how, (0, 1), compresses=compresses)
 
 
 def slow_down(monkeypatch, delays):
-    """Let blocks of each directory reach the kernel so many seconds late while drives.compare measures."""
+    """Delays each block of a directory by this many seconds while drives.compare measures; one delay per directory."""
     real = drives.compare
 
     def compare(fds):

@@ -3,10 +3,10 @@
 Prints, for each scene, the kinds of calls that go up: from a package to one that stands above it (FLOORS in test_house.py). Prints the
 functions of calls that no kind covers, the deepest call and the deepest fetch.
 
-The caller is the nearest frame, without frames of contextlib, functools and `uninterrupted`, which pass calls on. A call from outside of the
-package goes nowhere, as when torch calls a hook or a `__torch_function__`. The deepest call is the longest run of our own frames, each called
-by the one before, during the forward pass in the training thread. The deepest fetch is the longest such run that ends where a queue of
-aio_ext takes a read; frames of `uninterrupted` do not count there.
+The caller is the nearest frame, without frames of contextlib, functools and `uninterrupted`, which pass calls on. Calls from outside of the
+package do not count, such as torch's calls of hooks or of `__torch_function__`. The deepest call is the longest run of frames of the
+package, each called by the one before, during the forward pass in the training thread. The deepest fetch is the longest such run that ends
+where a queue of aio_ext takes a read; frames of `uninterrupted` do not count there.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Watch:
         self.deepest = []  # functions, the outermost first
         self.deepest_fetch = []  # the same, up to the function that submits a read
         self.is_on = False
-        self.thread = None  # the thread whose stack is looked at, if any
+        self.thread = None  # the thread whose stack is examined, or None
 
     def __enter__(self):
         threading.setprofile(self.see)
@@ -93,7 +93,7 @@ def is_read(function):
 
 
 def stack_of(frame):
-    """Names of our own frames from the innermost run on, the outermost first."""
+    """Names of the package's frames that call each other without a gap up to `frame`, the outermost first."""
     stack = []
     while frame is not None and (name := name_of(frame)) is not None:
         stack.append(name)
@@ -108,7 +108,7 @@ def goes_up(caller, callee):
 
 
 def name_of(frame):
-    """Of a frame of the package, below `infinity`."""
+    """The name "module.function" below `infinity` of a frame of the package. None for other frames."""
     path = frame.f_code.co_filename
     if not path.startswith(OURS):
         return None
@@ -116,7 +116,7 @@ def name_of(frame):
 
 
 class Run:
-    """The GPT, its optimizer and a folder, after two steps; SCENES run in it."""
+    """The GPT, the optimizer and a folder, in which SCENES run."""
 
     def __init__(self, watch, folder, *, micro_batches=1):
         torch.manual_seed(0)
@@ -147,7 +147,7 @@ class Run:
         self.end_step()
 
     def save(self):
-        """Training goes on meanwhile."""
+        """Saves during a training step."""
         saving = infinity.save(f"{self.folder}/saved", self.model, self.optimizer, wait=False)
         self.step()
         saving.wait()
@@ -216,7 +216,7 @@ SCENES = {scene.__name__: scene for scene in (start, step, save, load, load_stat
 
 
 def watched(name):
-    """Run a scene; returns the Watch."""
+    """Runs a scene and returns the Watch."""
     with tempfile.TemporaryDirectory(dir=".") as folder, Watch() as watch:
         run = Run(watch, folder, micro_batches=3 if name == "accumulate" else 1)
         with infinity.engine_of(run.model):

@@ -1,4 +1,4 @@
-"""Small models, each with one trait that an engine must live with. All take int or float inputs of `inputs(model)`, but Chain."""
+"""Small models, each with one property that an engine must support. All except Chain take the float tensors of `inputs(model)`."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.model.gpt import GPT
 
-H = 24  # a width that no alignment divides
+H = 24  # a width that is no multiple of an alignment
 
 
 def tiny_gpt(**options):
@@ -17,7 +17,7 @@ def tiny_gpt(**options):
 
 
 class Model(nn.Module):
-    """Calls a function of the module; the loss is the mean square of the float outputs."""
+    """`build(self)` makes the modules, `run(self, x)` is the forward pass. The loss is the mean square of the float outputs."""
 
     def __init__(self, build, run, shape=(3, H)):
         super().__init__()
@@ -68,7 +68,7 @@ def mlp(depth=4):
 
 
 def attention():
-    """nn.MultiheadAttention reads the weight of a child that it never calls."""
+    """nn.MultiheadAttention reads the weight of a child without calling the child."""
 
     def build(self):
         self.first = nn.Linear(H, H)
@@ -83,7 +83,7 @@ def attention():
 
 
 def tied_head():
-    """The root uses its embedding's weight, which is not its own."""
+    """The root module uses the weight of a child, the embedding."""
 
     def build(self):
         self.token = nn.Embedding(40, H)
@@ -128,7 +128,7 @@ def repeated():
 
 
 def shared_by_reentrant():
-    """One layer is in three reentrant checkpoints: its gradient comes in three parts."""
+    """One layer is in three reentrant checkpoints: the gradient arrives in three parts."""
 
     def build(self):
         self.first, self.shared, self.own = nn.Linear(H, H), nn.Linear(H, H), nn.ModuleList(nn.Linear(H, H) for _ in range(3))
@@ -181,7 +181,7 @@ class Output:
 
 
 class InContainers(nn.Module):
-    """Every module hands its output on in another kind of container."""
+    """Every module returns the output in another kind of container."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +214,7 @@ def convolution():
 
 
 def max_norm():
-    """An embedding that writes to its weight in forward."""
+    """An embedding that changes the weight in forward."""
 
     def build(self):
         self.token = nn.Embedding(40, H, max_norm=0.5)
@@ -297,7 +297,7 @@ def deepcopied():
 
 
 class Stash(torch.autograd.Function):
-    """Keeps its weight on ctx, where no saved-tensor hook sees it."""
+    """Keeps the weight on ctx, out of reach of saved-tensor hooks."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -324,7 +324,7 @@ def stashing():
 
 
 def root_parameters():
-    """The root has parameters of its own beside its children's."""
+    """The root module has own parameters and children with parameters."""
 
     def build(self):
         self.weight = nn.Parameter(torch.randn(H, H) / H)
@@ -334,7 +334,7 @@ def root_parameters():
 
 
 def unused():
-    """One layer is never called, one only when the input says so."""
+    """One layer is never called, another only for batches of 4."""
 
     def build(self):
         self.first, self.never, self.sometimes, self.last = (nn.Linear(H, H) for _ in range(4))
@@ -391,7 +391,7 @@ TRAITS = {
 
 
 def inputs(model, step):
-    """Of a model of TRAITS; batches of 4 in every third step where the batch is its first dimension."""
+    """Inputs for a model of TRAITS in a step. The first dimension is 4 in every third step, else 3."""
     shape = (4 if step % 3 == 0 else 3, *model.shape[1:])
     return torch.randn(shape, generator=torch.Generator().manual_seed(step))
 

@@ -1,12 +1,12 @@
-"""README and the pages of docs/ as programs: which code they hold, and how a page runs.
+"""README and the pages of docs/ as programs: the code blocks of a page, and a function that runs them.
 
-Knows fences, the comments that this file lists, and a few commands. Must not know what a page is about, but for what stands in its stead here.
+Knows code fences, the comments listed here, and a few commands. Must not know the subject of a page, except the replacements in IN_PLACE.
 
-    <!-- given            What the reader has by then, in Python. It runs at its place, with the page's own blocks.
+    <!-- given            Python code that a reader already has. Runs at this place of the page, with the blocks of the page.
     ...
     -->
-    <!-- not run: WHY --> Before a block that takes what no test has: its syntax and its options are looked at.
-    <!-- file: NAME -->   Before a block that is a file: later blocks find it.
+    <!-- not run: WHY --> Before a block that no test can run: the test checks only syntax and options.
+    <!-- file: NAME -->   Before the content of a file, which later blocks can read.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-IN_PLACE = {  # of what the text names, where a page runs
+IN_PLACE = {  # text of a page: replacement when the page runs
     "/ssd0/": "ssd0/",
     "/ssd1/": "ssd1/",
     "/shared/": "shared/",
@@ -34,11 +34,11 @@ IN_PLACE = {  # of what the text names, where a page runs
     "--steps 4 ": "--steps 4 --hidden 96 --layers 2 ",
     "--params 8B": "--params 2M --vocab 512",
     "--hidden 4096 --layers 32": "--hidden 128 --layers 2 --vocab 512",
-    '= "80 GB"': '= "80 MB"',  # of the machine, whose largest model is looked for
+    '= "80 GB"': '= "80 MB"',  # a small machine: the search for the largest model is short
     '= "128 GB"': '= "128 MB"',
     '= "3.84 TB"': '= "384 MB"',
 }
-HERE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # pages give the engine data from the CPU
+HERE = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # pages use data on the CPU
 DIRECTORIES = ("ssd0/swap", "ssd1/swap", "shared/run", "models")
 LANGUAGES = ("python", "sh", "toml", "text", "given")
 
@@ -51,7 +51,7 @@ _PIECE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """Code of a page. line: its first in the file, counted from 1. reason: why it does not run, or None. file: whose content it is."""
+    """Code of a page. `line`: in the page, from 1. `reason`: why the block does not run, or None. `file`: the file's name, or None."""
 
     page: Path
     line: int
@@ -74,12 +74,12 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def program_of(page: Path) -> str:
-    """All Python of a page, as a program."""
+    """All Python code of a page as one program."""
     return "\n".join(in_place(block.text) for block in blocks_of(page) if block.language in ("python", "given") and block.reason is None)
 
 
 def make_directories(folder: Path) -> None:
-    """Those that pages name."""
+    """Makes the directories that pages name."""
     for path in DIRECTORIES:
         os.makedirs(folder / path, exist_ok=True)
 
@@ -91,7 +91,7 @@ def in_place(text: str) -> str:
 
 
 def run_page(page: Path, folder: Path) -> None:
-    """Run all of a page in this process, which ends, in a folder, where `output` holds what it prints. Its status is 0 if all went well."""
+    """Runs a page in `folder` and ends this process. The exit status is 0 without errors. `output` in the folder has the output."""
     os.chdir(folder)
     os.environ |= HERE
     make_directories(folder)
@@ -107,7 +107,7 @@ def run_page(page: Path, folder: Path) -> None:
     except BaseException:
         traceback.print_exc()
     names.clear()
-    atexit._run_exitfuncs()  # which an interpreter of its own would do
+    atexit._run_exitfuncs()  # os._exit skips atexit functions
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -126,7 +126,7 @@ def _run(block: Block, names: dict) -> None:
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """The words of each line of a shell's text that is not empty; comments are none."""
+    """The words of each command line of a shell text, without comments and empty lines."""
     lines = (shlex.split(line, comments=True) for line in text.replace("\\\n", "").splitlines())
     return [words for words in lines if words]
 
@@ -134,7 +134,7 @@ def commands_in(text: str) -> list[list[str]]:
 def _run_command(words: list[str]) -> None:
     words, target, mode = redirected(words)
     if words[0] != "infinity":
-        assert words[0] in ("cp", "mkdir"), f"{words[0]}: say why this is not run"
+        assert words[0] in ("cp", "mkdir"), f"{words[0]}: tests run only infinity, cp and mkdir; put <!-- not run: WHY --> before the block"
         subprocess.run(words, check=True)
         return
     from infinity.tools.cli import main
@@ -142,20 +142,20 @@ def _run_command(words: list[str]) -> None:
     with open(target, mode) if target else contextlib.nullcontext(sys.stdout) as file, contextlib.redirect_stdout(file):
         try:
             status = main(words[1:])
-        except SystemExit as end:  # of argparse, behind --help and --version
+        except SystemExit as end:  # argparse raises SystemExit after --help and --version
             status = end.code
     assert not status, f"{shlex.join(words)} ended with {status}"
 
 
 def redirected(words: list[str]) -> tuple[list[str], str | None, str]:
-    """Words without `> FILE` or `>> FILE` at their end; the file, and the mode that it is opened in."""
+    """(words without `> FILE` or `>> FILE` at the end, FILE or None, mode for `open`)."""
     if len(words) > 2 and words[-2] in (">", ">>"):
         return words[:-2], words[-1], "w" if words[-2] == ">" else "a"
     return words, None, "w"
 
 
 def parse(block: Block) -> None:
-    """Look at a block that is not run. Raises SyntaxError, ValueError or ConfigError for what cannot be meant."""
+    """Checks a block that is not run. Raises SyntaxError, ValueError or ConfigError for wrong syntax and unknown options."""
     if block.language in ("python", "given"):
         compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
     elif block.language == "sh":
@@ -186,4 +186,4 @@ def _parse_command(words: list[str]) -> None:
         told = {name.strip() for word in rest[1:] for names in re.findall(r"\[(.*)\]", word) for name in names.split(",")}
         assert told <= extras.keys(), f"no extra {sorted(told - extras.keys())}"
     else:
-        assert command in ("sudo", "git", "cd", "."), f"{command}: a command that this file does not know"
+        assert command in ("sudo", "git", "cd", "."), f"{command}: unknown command; add a check for this command to _parse_command"

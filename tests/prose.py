@@ -1,6 +1,6 @@
-"""Measures the plainness of the project's English: `python tests/prose.py [FILES]`.
+"""Measures how plain the project's English is: `python tests/prose.py [FILES]`.
 
-Knows comments, docstrings and Markdown. Must not know the project's modules: no file is imported.
+Knows comments, docstrings and Markdown. Must not know the project's modules: the script imports none of them.
 
 Counted per 1,000 words: "what", and "it", "its", "itself". Counted as a share of all sentences: those over 30 words.
 A word is a run of letters and apostrophes. Inline code counts as one word. Not counted: code blocks, drawings, indented examples,
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-LONGEST = 30  # words of a sentence
-INDENT = 4  # columns: a line that is indented further than its paragraph by so many is an example or a drawing
+LONGEST = 30  # words in a sentence
+INDENT = 4  # columns: a line indented this much more than the paragraph is an example or a drawing
 
 _WORD = re.compile(r"[A-Za-z']+")
 _END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+|\n{2,}")

@@ -1,4 +1,4 @@
-"""Models made by a seed: stacks of random blocks, for tests that compare the engine with plain PyTorch."""
+"""Random models, each made from a seed: stacks of random blocks, for tests that compare the engine with plain PyTorch."""
 
 import random
 
@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Used in some steps only."""
+    """Runs in some steps only."""
 
     def __init__(self, hidden, draw):
         super().__init__()
@@ -64,7 +64,7 @@ class Twice(nn.Module):
 
 
 class Direct(nn.Module):
-    """Has parameters of its own, one of them a single number."""
+    """Has own parameters, one of them a scalar."""
 
     def __init__(self, hidden, draw):
         super().__init__()
@@ -87,9 +87,9 @@ KINDS = [Attention, Convolution, Experts, Sometimes, Twice, Direct, Plain, Plain
 
 
 class Stack(nn.Module):
-    """An embedding, random blocks and a head; takes [rows, tokens] below VOCAB and the number of the step, returns the logits.
+    """An embedding, random blocks and a head. Takes [rows, tokens] below VOCAB and the number of the step; returns the logits.
 
-    same: the least number of blocks of one class.
+    At least `same` blocks have the same class.
     """
 
     def __init__(self, seed, same=0):
@@ -116,7 +116,7 @@ class Stack(nn.Module):
 
 
 def batch(seed):
-    """Rows of tokens, and what follows each."""
+    """(rows of tokens, next token of each)."""
     generator = torch.Generator().manual_seed(seed)
     rows, length = 1 + seed % 3, 1 + seed % 7
     return torch.randint(VOCAB, (rows, length), generator=generator), torch.randint(VOCAB, (rows, length), generator=generator)

@@ -1,4 +1,4 @@
-"""The benches: that each says what it is, takes options and runs; what they measure is not asserted here."""
+"""The benches: each has a description and options, and runs. These tests do not assert measurements."""
 
 import argparse
 import importlib.util
@@ -21,7 +21,7 @@ SMALL = "--hidden 64 --layers 2 --vocab 128 --seq 16 --device cpu --dtype fp32".
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Imports a bench by name as a script is run; the modules are forgotten again."""
+    """Returns a function that imports a bench by name in the way of a script. Removes the modules at the end."""
     monkeypatch.syspath_prepend(FOLDER)
     before = set(sys.modules)
     yield importlib.import_module
@@ -31,14 +31,14 @@ def bench(monkeypatch):
 
 
 def run(*arguments):
-    """`python -m bench`, from the checkout; its ranks compute in one thread each."""
+    """Runs `python -m bench` from the checkout, with one thread per rank."""
     command = [sys.executable, "-m", "bench", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
     return subprocess.run(command, cwd=FOLDER.parent, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bench_says_what_it_is_and_takes_options(bench, name, monkeypatch, capsys):
+def test_a_bench_has_a_description_and_options(bench, name, monkeypatch, capsys):
     module = bench(name)
     first, second = module.__doc__.split("\n")[:2]
     assert first.endswith(".") and len(first) < 140 and not second
@@ -51,7 +51,7 @@ def test_a_bench_says_what_it_is_and_takes_options(bench, name, monkeypatch, cap
 
 
 def test_the_page_of_results_matches_its_tables(bench):
-    assert bench("_results").page() == (FOLDER / "RESULTS.md").read_text(), "run python bench/_results.py"
+    assert bench("_results").page() == (FOLDER / "RESULTS.md").read_text(), "bench/RESULTS.md is out of date: run python bench/_results.py"
 
 
 def test_each_measurement_has_a_version_a_date_and_a_command(bench):
@@ -67,7 +67,7 @@ def test_each_measurement_has_a_version_a_date_and_a_command(bench):
                 assert row.get("machine", "simulated"), row
 
 
-def test_the_entry_lists_exactly_the_benches():
+def test_python_m_bench_lists_exactly_the_benches():
     listed = run()
     assert listed.returncode == 0
     assert [line.split()[0] for line in listed.stdout.splitlines()[2:]] == NAMES
@@ -75,7 +75,7 @@ def test_the_entry_lists_exactly_the_benches():
     assert (wrong.returncode, wrong.stderr) == (2, "python -m bench: there is no 'peer'; did you mean peers?\n")
 
 
-def test_files_that_cannot_be_written_end_a_bench_before_it_measures(bench, monkeypatch, capsys, tmp_path):
+def test_a_file_that_cannot_be_written_ends_a_bench_before_measurements(bench, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["prefetch.py", "--json", str(tmp_path / "none" / "x.json")])
     with pytest.raises(SystemExit) as ended:
         bench("prefetch").main()
@@ -97,7 +97,7 @@ def test_files_that_cannot_be_written_end_a_bench_before_it_measures(bench, monk
         ("tiling", "--factors 1,2", "argument --factors: expected auto or a square number, such as 4 for 2 x 2 tiles, got '2'"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(bench, name, options, says, monkeypatch, capsys):
+def test_a_mistake_prints_one_line_and_ends_with_status_2(bench, name, options, says, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
     with pytest.raises(SystemExit) as ended:
         bench("_common").exit_with(bench(name).main)
@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line_and_status_2(bench, name, options, says, monkeypa
     assert capsys.readouterr().err.splitlines()[-1] == f"{name}.py: error: {says}"
 
 
-def test_what_is_no_number_never_agrees(bench):
+def test_losses_that_are_nan_never_agree(bench):
     common, nan = bench("_common"), float("nan")
     assert common.apart([2.0, 4.0], [2.0, 5.0]) == 0.25
     assert common.apart([1.0, nan], [1.0, nan]) == common.apart([1.0], [nan]) == float("inf")
@@ -113,7 +113,7 @@ def test_what_is_no_number_never_agrees(bench):
     assert [common.agree(options, worst) for worst in (0.02, 0.021, nan)] == [True, False, False]
 
 
-def test_overhead_ends_with_status_1_where_losses_are_further_apart_than_allowed(bench, monkeypatch, tmp_path, one_thread):
+def test_overhead_ends_with_status_1_if_losses_differ_too_much(bench, monkeypatch, tmp_path, one_thread):
     path = tmp_path / "found.json"
     options = ["--heads", "1", "--steps", "3", "--update", "deferred", "--json", str(path), "--tolerance"]
     for tolerance, status in (("0.002", 0), ("-1", 1), ("nan", 1)):
@@ -126,7 +126,7 @@ def test_overhead_ends_with_status_1_where_losses_are_further_apart_than_allowed
     ("errors", "status"),
     [([0.11] * 7, 0), ([0.1] * 8, 0), ([-0.11] * 8, 1), ([0.0] * 7 + [0.21], 1), ([0.0] * 7 + [float("nan")], 1)],
 )
-def test_predict_ends_with_status_1_where_many_configurations_miss_the_bar(bench, errors, status, monkeypatch, tmp_path):
+def test_predict_ends_with_status_1_if_predictions_are_wrong(bench, errors, status, monkeypatch, tmp_path):
     module, left = bench("predict"), iter(errors)
 
     def run(*_):
@@ -141,14 +141,14 @@ def test_predict_ends_with_status_1_where_many_configurations_miss_the_bar(bench
     assert nvme.is_dir()
 
 
-def test_only_a_refusal_is_a_result_of_tiling(bench, monkeypatch):
+def test_an_error_of_a_process_ends_the_tiling_bench(bench, monkeypatch):
     options = argparse.Namespace(device="cpu", block_mib=4, tokens=8, timeout=60)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", "torch.Error: why\n"))
     with pytest.raises(SystemExit, match="^factor 4, hidden 128: exit 1: torch.Error: why$"):
         bench("tiling").in_a_process(options, "4", 128)
 
 
-def test_a_pipeline_without_lookahead_fetches_nothing_ahead(bench, monkeypatch, tmp_path, one_thread):
+def test_a_pipeline_without_lookahead_prefetches_nothing(bench, monkeypatch, tmp_path, one_thread):
     path = tmp_path / "found.json"
     options = ["--batches", "1,2", "--rounds", "1", "--steps", "2", "--nvme", str(tmp_path), "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["prefetch.py", *SMALL, *options])
@@ -160,7 +160,7 @@ def test_a_pipeline_without_lookahead_fetches_nothing_ahead(bench, monkeypatch, 
         assert [len(block) for way in ("ahead", "on demand") for block in each["seconds"][way]] == [1, 1]
 
 
-def test_shapes_of_finetune_have_their_parameters_and_flops(bench):
+def test_shapes_of_finetune_have_the_right_parameters_and_flops(bench):
     pytest.importorskip("transformers")
     module = bench("_shapes")
     sizes = {name: module.size_of(name, 4096) for name in module.SHAPES}
@@ -172,7 +172,7 @@ def test_shapes_of_finetune_have_their_parameters_and_flops(bench):
         "qwen7b": 7.62,
     }
     assert sizes["8b"].flops_a_token == 6 * (sizes["8b"].num_parameters - 128256 * 4096) + 6 * 32 * 4096 * 4096
-    assert sizes["3b"].flops_a_token == 6 * sizes["3b"].num_parameters + 6 * 28 * 4096 * 3072  # its head is its embedding
+    assert sizes["3b"].flops_a_token == 6 * sizes["3b"].num_parameters + 6 * 28 * 4096 * 3072  # the head is tied to the embedding
 
 
 def test_a_step_of_finetune_is_cut_into_few_micro_batches(bench):
@@ -182,13 +182,13 @@ def test_a_step_of_finetune_is_cut_into_few_micro_batches(bench):
     assert cuts == [(1, 1), (4, 1), (4, 4), (1, 37)]
 
 
-def test_a_report_for_which_the_disk_had_no_room_is_an_error_that_says_so(bench, tmp_path):
+def test_an_empty_report_is_an_error_that_names_the_full_disk(bench, tmp_path):
     (tmp_path / "rank0").touch()
     assert bench("_common")._left(str(tmp_path), "rank") == {"rank0": {"error": "the disk had no room for a report"}}
 
 
 @pytest.mark.long
-def test_what_a_rank_left_before_it_failed_is_known(bench, tmp_path):
+def test_partial_reports_of_a_failed_rank_are_kept(bench, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\nimport _common\n"
@@ -202,7 +202,7 @@ def test_what_a_rank_left_before_it_failed_is_known(bench, tmp_path):
 
 
 @pytest.mark.long
-def test_finetune_shows_what_a_run_had_done_that_is_ended(tmp_path):
+def test_finetune_shows_the_partial_result_of_an_ended_run(tmp_path):
     pytest.importorskip("transformers")
     command = [sys.executable, FOLDER / "finetune.py", "--model", "tiny", "--device", "cpu", "--sequence", "32", "--engines", "infinity"]
     command += ["--steps", "1000000", "--nvme", tmp_path]
@@ -211,7 +211,7 @@ def test_finetune_shows_what_a_run_had_done_that_is_ended(tmp_path):
         deadline = time.monotonic() + 100
         while not [*tmp_path.glob("*/so-far0")] and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(3)  # for the steps that do not count
+        time.sleep(3)  # warm-up steps do not count
         process.terminate()
         shown, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, errors
@@ -219,7 +219,7 @@ def test_finetune_shows_what_a_run_had_done_that_is_ended(tmp_path):
 
 
 @pytest.mark.long
-def test_finetune_trains_alike_and_who_cannot_is_a_row(tmp_path):
+def test_finetune_trains_all_engines_alike_and_lists_failed_ones(tmp_path):
     pytest.importorskip("transformers")
     path = tmp_path / "found.json"
     common = "finetune --model tiny --device cpu --sequence 32 --micro-batch 2 --rounds 1 --steps 4".split()
@@ -244,7 +244,7 @@ def test_finetune_trains_alike_and_who_cannot_is_a_row(tmp_path):
 
 
 @pytest.mark.long
-def test_one_owner_brings_the_same_gradients_to_the_host(tmp_path):
+def test_one_owner_and_all_ranks_bring_the_same_gradients_to_the_host(tmp_path):
     path = tmp_path / "found.json"
     done = run("gradients", *SMALL, "--ranks", "2,3", "--rounds", 1, "--steps", 2, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -255,10 +255,10 @@ def test_one_owner_brings_the_same_gradients_to_the_host(tmp_path):
 
 
 @pytest.mark.long
-def test_peers_train_alike_and_who_cannot_is_a_row(tmp_path):
+def test_peers_trains_all_engines_alike_and_lists_failed_ones(tmp_path):
     path = tmp_path / "found.json"
     common = ["peers", *SMALL, "--heads", 2, "--rounds", 1, "--steps", 14, "--nvme", tmp_path, "--json", path]
-    done = run(*common, "--engines", "infinity,fsdp2,plain")  # of so many steps the writes of one, under way before or after, are few
+    done = run(*common, "--engines", "infinity,fsdp2,plain")  # with 14 steps, late writes of one step matter little
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {(row["place"], row["engine"]): row["runs"] for row in json.loads(path.read_text())["found"]}
     assert list(rows) == [

@@ -22,7 +22,7 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_everything_has_a_default(empty_directory):
+def test_every_field_has_a_default(empty_directory):
     config = Config()
     assert config == Config(
         swap_dirs="infinity-swap",
@@ -43,7 +43,7 @@ def test_everything_has_a_default(empty_directory):
         seed=0,
     )
     assert config.creates_swap_dir
-    assert os.listdir(empty_directory) == []  # asking for a configuration creates nothing
+    assert os.listdir(empty_directory) == []  # a Config creates no files
 
 
 def test_values_are_normalised(tmp_path):
@@ -60,7 +60,7 @@ def test_the_size_of_tiles_is_auto_bytes_or_none():
     assert [Config(tile_above=value).tile_above for value in ("auto", "512MiB", 7000, None)] == ["auto", 2**29, 7000, None]
 
 
-def test_it_is_frozen_and_can_be_replaced_and_copied():
+def test_a_config_is_frozen_and_can_be_replaced_and_pickled():
     config = Config(host_memory="1GiB")
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.host_memory = 5
@@ -133,7 +133,7 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("seed", 1.0, "expected an integer"),
     ],
 )
-def test_a_wrong_value_names_field_value_and_cure(tmp_path, field, value, expected):
+def test_the_error_of_a_wrong_value_names_field_value_and_remedy(tmp_path, field, value, expected):
     (tmp_path / "a").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as raised:
@@ -144,7 +144,7 @@ def test_a_wrong_value_names_field_value_and_cure(tmp_path, field, value, expect
 
 
 def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)  # os.access is always true for root
     with pytest.raises(ConfigError, match="not writable"):
         Config(swap_dirs=tmp_path)
 
@@ -211,7 +211,7 @@ def test_format_bytes(nbytes, expected):
     assert format_bytes(nbytes) == expected
 
 
-def test_errors_are_the_builtin_kinds_that_callers_expect():
+def test_errors_have_the_builtin_base_classes_that_callers_expect():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(BudgetError, ConfigError)
     assert issubclass(UsageError, RuntimeError)
@@ -240,7 +240,7 @@ def test_the_pure_layers_do_not_import_torch(module):
         ({"nonfinite": "skip", "update": "backward"}, "update='backward' with nonfinite='skip'"),
     ],
 )
-def test_fields_that_do_not_go_together_are_refused_with_the_cure(fields, expected):
+def test_fields_that_exclude_each_other_are_refused_with_a_remedy(fields, expected):
     with pytest.raises(ConfigError) as raised:
         Config(**fields)
     assert expected in str(raised.value)
@@ -250,14 +250,14 @@ def test_fields_that_do_not_go_together_are_refused_with_the_cure(fields, expect
 
 
 def write(path, **values):
-    """A file of settings as a user writes one."""
+    """Writes a file of settings in the way of a user."""
     content = {"config": values, "machine": {"devices": 8}}
     path.write_text(json.dumps(content) if path.suffix == ".json" else config_files.to_toml(content))
     return path
 
 
 def random_config(draw, directories):
-    """Of any values that go together."""
+    """A configuration of random valid values."""
     while True:
         try:
             return Config(
@@ -276,7 +276,7 @@ def random_config(draw, directories):
 
 
 @pytest.mark.parametrize("name", ["infinity.toml", "any.json"])
-def test_a_configuration_that_was_written_is_loaded_as_it_was(tmp_path, name):
+def test_a_written_configuration_is_loaded_unchanged(tmp_path, name):
     directories = [tmp_path / text for text in ("a", "b c", "ü", '"\\#')]
     for directory in directories:
         directory.mkdir()
@@ -287,15 +287,15 @@ def test_a_configuration_that_was_written_is_loaded_as_it_was(tmp_path, name):
         loaded = Config.load(name)
         assert loaded == config
         assert set(loaded.origins.values()) == {name} and set(loaded.origins) == {field.name for field in dataclasses.fields(Config)}
-        if not config.creates_swap_dir:  # the default directory is one of where the program runs
+        if not config.creates_swap_dir:  # the default directory is relative to the working directory
             assert Config.load(tmp_path / name) == config
 
 
-def test_none_has_a_word_in_files():
+def test_the_word_none_means_none():
     assert Config(tile_above="none", device="none", chunk_mib="none") == Config(tile_above=None)
 
 
-def test_relative_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
+def test_relative_paths_in_a_file_are_relative_to_the_file(tmp_path, monkeypatch):
     (tmp_path / "settings" / "swap").mkdir(parents=True)
     (tmp_path / "home" / "swap").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -307,14 +307,14 @@ def test_relative_paths_of_a_file_are_relative_to_it(tmp_path, monkeypatch):
     assert Config.load("b.json").to_table()["swap_dirs"] == [str(tmp_path / "settings" / "swap")]
 
 
-def test_overrides_count_more_than_the_file(tmp_path):
+def test_arguments_override_the_file(tmp_path):
     path = write(tmp_path / "a.toml", dtype="fp32", host_memory="1GiB")
     config = Config.load(path, dtype="bf16", seed=1)
     assert config == Config(dtype="bf16", host_memory=2**30, seed=1)
     assert config.origins == {"dtype": "argument", "host_memory": str(path), "seed": "argument"}
 
 
-def test_origins_are_no_part_of_the_value(tmp_path):
+def test_origins_are_not_part_of_the_value(tmp_path):
     write(tmp_path / "a.toml", dtype="fp32")
     config, plain = Config.load("a.toml"), Config(dtype="fp32")
     assert (config, hash(config), repr(config)) == (plain, hash(plain), repr(plain))
@@ -349,7 +349,7 @@ def test_origins_are_no_part_of_the_value(tmp_path):
         (None, {}, "a.toml cannot be read: No such file or directory"),
     ],
 )
-def test_a_mistake_in_a_file_names_the_file(tmp_path, content, overrides, expected):
+def test_the_error_of_a_mistake_in_a_file_names_the_file(tmp_path, content, overrides, expected):
     if content is not None:
         (tmp_path / "a.toml").write_text(content)
     with pytest.raises(ConfigError) as raised:
@@ -365,7 +365,7 @@ def of_command(*, config=None, set=(), options=(), **values):
     return Config.layered(command_layers(argparse.Namespace(config=config, set=set, **values), options))
 
 
-def test_what_is_nearer_to_the_command_counts_more(tmp_path):
+def test_options_override_set_and_set_overrides_files(tmp_path):
     fields = ("seed", "dtype", "param_tier", "optimizer_state_tier", "chunk_mib")
     write(tmp_path / "infinity.toml", **dict(zip(fields, (1, "fp16", "host", "host", 1))))
     assert of_command().origins == dict.fromkeys(fields, "infinity.toml")
@@ -377,19 +377,19 @@ def test_what_is_nearer_to_the_command_counts_more(tmp_path):
     assert [config.origins[name] for name in fields] == ["infinity.toml", str(other), "--set", "--optimizer-state-tier", "--set"]
 
 
-def test_an_option_has_its_own_spelling_as_origin():
+def test_the_origin_of_an_option_is_its_spelling():
     config = of_command(options=("host_memory", "seed"), host_memory="1GiB", seed=0)
     assert config.origins == {"host_memory": "--host-memory", "seed": "--seed"}
 
 
 @pytest.mark.parametrize("content", [None, "", "[machine]\ndevices = 8"])
-def test_a_default_file_without_settings_is_none(tmp_path, content):
+def test_a_default_file_without_settings_is_ignored(tmp_path, content):
     if content is not None:
         (tmp_path / "infinity.toml").write_text(content)
     assert of_command().origins == {}
 
 
-def test_every_mistake_names_where_it_was_made(tmp_path):
+def test_every_mistake_names_its_origin(tmp_path):
     write(tmp_path / "infinity.toml", dtipe="fp32")
     with pytest.raises(ConfigError) as raised:
         of_command(set=["sed=1"])
@@ -402,4 +402,4 @@ def test_every_mistake_names_where_it_was_made(tmp_path):
         of_command(set=["seed=-1"], options=("update",), update="x")
     first, second, third = str(raised.value).splitlines()
     assert first.startswith("infinity.toml: dtype='fp17': ") and third.startswith("--set: seed=-1: ")
-    assert second.startswith("--update='x': expected "), "an option names its field already"
+    assert second.startswith("--update='x': expected "), "the error of an option names the field twice"

@@ -18,27 +18,27 @@ def in_toml(value):
     return tomllib.loads(config_files.to_toml({"value": value}))["value"]
 
 
-# Out and in again
+# Round trips
 
 
 @pytest.mark.parametrize("value", [*ODD_TEXTS, *ODD_NUMBERS, True, False, [], [[]], [[1], ["a", [2.5]]], ODD_TEXTS, {}], ids=repr)
-def test_a_value_comes_back_as_it_was(value):
+def test_a_value_is_read_back_unchanged(value):
     assert in_toml(value) == value
     assert type(in_toml(value)) is type(value)
 
 
-def test_zero_keeps_its_sign_and_nan_stays_one():
+def test_zero_keeps_its_sign_and_nan_stays_nan():
     assert math.copysign(1, in_toml(-0.0)) == -1
     assert math.isnan(in_toml(math.nan))
 
 
 @pytest.mark.parametrize("name", [name for name in ODD_TEXTS] + ["a.b", "1", "-", "a b", "config"], ids=repr)
-def test_a_name_comes_back_as_it_was(name):
+def test_a_name_is_read_back_unchanged(name):
     tables = {name: {name: 1, "inner": {name: [{name: 2}, {}]}}}
     assert tomllib.loads(config_files.to_toml(tables)) == tables
 
 
-def test_random_tables_come_back_as_they_were():
+def test_random_tables_are_read_back_unchanged():
     draw = random.Random(0)
 
     def table(depth):
@@ -53,7 +53,7 @@ def test_random_tables_come_back_as_they_were():
         assert tomllib.loads(config_files.to_toml(tables)) == tables
 
 
-def test_what_is_written_is_for_people():
+def test_the_written_text_is_readable():
     config = {"dtype": "fp32", "swap_dirs": ("/a", Path("/b")), "chunk_mib": None, "trace": True}
     assert config_files.to_toml({"config": config, "drives": [{"gbps": 3.5}, {"gbps": 4}]}) == (
         '[config]\ndtype = "fp32"\nswap_dirs = ["/a", "/b"]\ntrace = true\n\n[[drives]]\ngbps = 3.5\n\n[[drives]]\ngbps = 4\n'
@@ -64,12 +64,12 @@ def test_plain_values_stand_before_tables_of_the_same_table():
     assert config_files.to_toml({"table": {"x": 1}, "plain": 2}) == "plain = 2\n\n[table]\nx = 1\n"
 
 
-def test_numbers_of_numpy_that_are_floats_are_written_as_such():
+def test_floats_of_numpy_are_written_as_floats():
     assert config_files.to_toml({"x": np.float64(0.1)}) == "x = 0.1\n"
 
 
 @pytest.mark.parametrize("value", [np.int64(5), object(), b"x", {1}, [1, {}], [None]], ids=lambda value: type(value).__name__)
-def test_what_has_no_form_in_toml_is_an_error(value):
+def test_a_value_without_a_form_in_toml_is_an_error(value):
     with pytest.raises(TypeError, match="has no form in TOML"):
         config_files.to_toml({"x": value})
 
@@ -82,7 +82,7 @@ def test_a_path_that_is_not_unicode_is_refused():
 # Files
 
 
-def test_a_file_is_json_if_it_is_named_so_and_toml_else(tmp_path):
+def test_a_file_is_json_by_its_name_and_otherwise_toml(tmp_path):
     (tmp_path / "a.json").write_text('{"config": {"x": [1, 2.5, "é", null]}}', encoding="utf-8")
     (tmp_path / "a.conf").write_text('[config]\nx = "é"', encoding="utf-8")
     assert config_files.read(tmp_path / "a.json") == {"config": {"x": [1, 2.5, "é", None]}}
@@ -109,7 +109,7 @@ def test_a_file_is_json_if_it_is_named_so_and_toml_else(tmp_path):
         ("a.toml", b"a." * 30_000 + b"a = 1", "a.toml is not valid TOML: expected keys of at most 8 parts; got a.a.a"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch, name, content, expected):
+def test_the_error_names_a_file_that_cannot_be_read_and_the_reason(tmp_path, monkeypatch, name, content, expected):
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(name).write_bytes(content)
@@ -145,11 +145,11 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypat
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_an_assignment_has_the_value_that_toml_has_or_else_its_text(text, expected):
+def test_an_assignment_has_its_value_in_toml_or_its_text(text, expected):
     assert config_files.assignment(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "seed", "=5", "a b=5", "[x]=1", "'a'=1"])
-def test_what_assigns_nothing_is_refused(text):
+def test_text_that_is_no_assignment_is_refused(text):
     with pytest.raises(ConfigError, match="expected NAME=VALUE"):
         config_files.assignment(text)

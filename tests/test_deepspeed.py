@@ -15,7 +15,7 @@ from infinity.integrations.deepspeed_keys import UNMATCHED, UNNEEDED
 STAGE_3 = {"zero_optimization": {"stage": 3}}
 LISTS = ("mapped", "to_optimizer", "unneeded", "unmatched")
 
-# What tutorials of ZeRO-Infinity and of Hugging Face's integration are made of.
+# The settings in tutorials of ZeRO-Infinity and of Hugging Face's integration.
 INFINITY = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
@@ -106,10 +106,10 @@ def directories(tmp_path, monkeypatch):
     return tmp_path
 
 
-# What it becomes
+# The conversion
 
 
-def test_a_configuration_of_zero_infinity_becomes_one_of_ours():
+def test_a_configuration_of_zero_infinity_is_converted():
     config = Config.from_deepspeed(INFINITY)
     assert config == Config(swap_dirs=["one", "two"], param_tier="nvme", optimizer_state_tier="nvme", activation_tier="host", dtype="bf16", nonfinite="skip")
     conversion = config.conversion
@@ -145,7 +145,7 @@ def test_auto_counts_as_not_set():
     assert conversion.config == {"param_tier": "host", "optimizer_state_tier": "host"}
     assert conversion.arguments == {"weight_decay": 0.0}
     assert conversion.loss_scale == {}
-    assert {key for key, why in conversion.unneeded.items() if why.startswith("auto: left to the trainer there")} == {
+    assert {key for key, why in conversion.unneeded.items() if why.startswith("auto: the trainer's arguments")} == {
         key for key in keys_of(HUGGING_FACE) if key.rpartition(".")[2] in
         ("enabled", "lr", "betas", "eps", "weight_decay", "warmup_min_lr", "reduce_bucket_size", "gradient_accumulation_steps",
          "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
@@ -179,7 +179,7 @@ def test_auto_counts_as_not_set():
         (with_zero(offload_param=None, offload_optimizer={"device": None}), {"dtype": "fp32"}),
     ],
 )
-def test_a_setting_becomes_a_field(tables, config):
+def test_a_setting_is_converted_to_a_field(tables, config):
     conversion = convert(with_stage_3(**tables))
     assert conversion.config == config
     Config(**config)
@@ -197,7 +197,7 @@ def test_a_setting_becomes_a_field(tables, config):
         ({"type": "Lamb", "params": {"lr": 1}}, "infinity.OPTIMIZER(model.parameters())"),
     ],
 )
-def test_an_optimizer_is_made_by_its_class(optimizer, call):
+def test_an_optimizer_is_converted_to_a_call_of_its_class(optimizer, call):
     assert convert(with_stage_3(optimizer=optimizer)).optimizer_call == call
 
 
@@ -226,7 +226,7 @@ def test_the_optimizers_and_their_arguments_exist(optimizer):
         ({"loss_scale": 128, "loss_scale_window": 7}, {}),
     ],
 )
-def test_a_loss_scale_starts_and_moves_as_there(fp16, loss_scale):
+def test_a_loss_scale_has_the_start_and_interval_of_deepspeed(fp16, loss_scale):
     conversion = convert(with_stage_3(fp16=fp16))
     assert conversion.loss_scale == loss_scale
     infinity.LossScale(**loss_scale)
@@ -238,16 +238,16 @@ def test_a_loss_scale_starts_and_moves_as_there(fp16, loss_scale):
     [
         ({"enabled": True}, True),
         ({"enabled": True, "hysteresis": "auto"}, True),
-        ({"enabled": True, "hysteresis": 2}, False),  # which is in a list
+        ({"enabled": True, "hysteresis": 2}, False),  # hysteresis is set: a list has the key
         ({"enabled": True, "loss_scale": 8}, False),
         ({"enabled": False}, False),
     ],
 )
-def test_hysteresis_that_is_not_set_is_another_default_where_the_loss_scale_moves(fp16, is_implied):
+def test_unset_hysteresis_is_a_different_default_of_a_dynamic_loss_scale(fp16, is_implied):
     assert any("fp16.hysteresis" in why for why in convert(with_stage_3(fp16=fp16)).implied.values()) == is_implied
 
 
-def test_values_of_what_is_not_used_are_not_judged():
+def test_values_of_unused_settings_are_not_checked():
     lamb = {"type": "Lamb", "params": {"lr": "1e-4", "betas": 3}}
     for fp16 in ({"loss_scale_window": 0, "min_loss_scale": 0}, {"enabled": True, "loss_scale": 8, "min_loss_scale": 0}):
         convert(with_stage_3(fp16=fp16, optimizer=lamb))
@@ -276,7 +276,7 @@ def test_every_key_of_any_configuration_is_in_exactly_one_list():
             table, (*path, last) = source, key.split(".")
             for name in path:
                 inner = table.setdefault(name, {})
-                table = inner if isinstance(inner, dict) else {}  # where a value is already, the key is left out
+                table = inner if isinstance(inner, dict) else {}  # the key is left out if a value is in its way
             table.setdefault(last, copy.deepcopy(draw.choice(values)))
         try:
             conversion = convert(source)
@@ -319,7 +319,7 @@ def test_the_list_depends_on_the_value(tables, key, expected):
     assert list_of(convert(with_stage_3(**tables)), key) == expected
 
 
-def test_an_unknown_key_has_no_counterpart():
+def test_an_unknown_key_is_in_the_list_without_counterpart():
     assert convert(with_stage_3(zzz=1)).unmatched == {"zzz": "no setting that is known here"}
 
 
@@ -331,7 +331,7 @@ def test_an_unknown_key_has_no_counterpart():
         ({"offload_param": {"devise": "cpu"}}, "zero_optimization.offload_param.devise: DeepSpeed has no such setting; did you mean 'device'?"),
     ],
 )
-def test_a_key_that_is_spelled_like_a_known_one_is_refused(source, expected):
+def test_a_key_spelled_like_a_known_one_is_refused(source, expected):
     with pytest.raises(ConfigError) as raised:
         convert(with_zero(**source))
     assert str(raised.value) == expected
@@ -351,12 +351,12 @@ def test_a_conversion_prints_as_lists():
             "",
             "Nothing to do",
             "  zero_optimization.stage                 weights, gradients and states are always sliced over all ranks",
-            "  zero_optimization.sub_group_size        the optimizer works chunk by chunk",
+            "  zero_optimization.sub_group_size        the optimizer updates one chunk at a time",
             "",
             "No counterpart",
-            "  steps_per_print                         nothing is printed or sent on its own: see engine.stats()",
+            "  steps_per_print                         the engine prints and sends no reports: call engine.stats()",
             "",
-            "Not set, and another default than ours",
+            "Not set, with different defaults",
             "  dtype = fp32                            neither fp16 nor bf16 is enabled",
             "",
             "The optimizer",
@@ -371,7 +371,7 @@ def test_a_conversion_prints_as_lists():
 @pytest.mark.parametrize(
     "source, expected",
     [
-        ({}, "zero_optimization.stage is not set, which is 0: expected 3."),
+        ({}, "zero_optimization.stage is not set, and the default is 0: expected 3."),
         ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage=2: expected 3. Only ZeRO-3 slices weights, gradients and states"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage='3': expected 3."),
         ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage is not set"),
@@ -390,9 +390,9 @@ def test_a_conversion_prints_as_lists():
         (with_fp16(min_loss_scale=0), "fp16.min_loss_scale=0: expected a number above zero"),
         (
             with_fp16(min_loss_scale=4, initial_scale_power=0),
-            "fp16.min_loss_scale=4: expected at most 1, the scale to begin with; raise fp16.initial_scale_power or lower this",
+            "fp16.min_loss_scale=4: expected at most 1, the initial scale; raise fp16.initial_scale_power or lower fp16.min_loss_scale",
         ),
-        (with_fp16(min_loss_scale=1e5), "fp16.min_loss_scale=100000.0: expected at most 65536, the scale to begin with"),
+        (with_fp16(min_loss_scale=1e5), "fp16.min_loss_scale=100000.0: expected at most 65536, the initial scale"),
         (with_adam(lr="1e-4"), "optimizer.params.lr='1e-4': expected a number, zero or above"),
         (with_adam(betas=3), "optimizer.params.betas=3: expected two numbers from 0 to below 1"),
         (with_adam(betas=[0.9]), "optimizer.params.betas=[0.9]: expected two numbers"),
@@ -411,7 +411,7 @@ def test_a_conversion_prints_as_lists():
         (with_zero(offload_optimizer={"nvme_path": 5}), "zero_optimization.offload_optimizer.nvme_path=5: expected a directory"),
     ],
 )
-def test_a_mistake_names_the_key(source, expected):
+def test_the_error_of_a_mistake_names_the_key(source, expected):
     with pytest.raises(ConfigError) as raised:
         Config.from_deepspeed(source)
     assert str(raised.value).startswith(f"DeepSpeed: {expected}")
@@ -421,7 +421,7 @@ def test_a_mistake_names_the_key(source, expected):
 # As a Config
 
 
-def test_a_file_and_a_dict_are_the_same_but_for_where_values_came_from(directories):
+def test_a_file_and_a_dict_differ_only_in_the_origins_of_values(directories):
     (directories / "ds").write_text(json.dumps(INFINITY))
     config = Config.from_deepspeed("ds")
     assert config == Config.from_deepspeed(INFINITY)
@@ -431,13 +431,13 @@ def test_a_file_and_a_dict_are_the_same_but_for_where_values_came_from(directori
     assert pickle.loads(pickle.dumps(config)).conversion == config.conversion
 
 
-def test_overrides_count_more():
+def test_arguments_override_the_deepspeed_configuration():
     config = Config.from_deepspeed(INFINITY, swap_dirs="two", nonfinite="auto")
     assert config == Config(swap_dirs="two", param_tier="nvme", optimizer_state_tier="nvme", activation_tier="host", dtype="bf16")
     assert (config.origins["swap_dirs"], config.origins["param_tier"]) == ("argument", "DeepSpeed")
 
 
-def test_a_directory_that_is_not_here_is_named_with_the_file(directories):
+def test_the_error_of_a_missing_directory_names_the_file(directories):
     (directories / "ds.json").write_text(json.dumps(with_zero(offload_param={"device": "nvme", "nvme_path": "three"})))
     with pytest.raises(ConfigError) as raised:
         Config.from_deepspeed("ds.json")

@@ -1,4 +1,4 @@
-"""What is given out: a source distribution that is the checkout, a wheel made of it that works outside of one, and what `make` installs."""
+"""Distributions: the source distribution equals the checkout, the wheel works outside a checkout, and `make` installs the right PyTorch."""
 
 import contextlib
 import email
@@ -29,16 +29,16 @@ def run(*command, cwd, statuses=(0,), **environment):
 
 
 def checked_out():
-    """Files of the checkout that are under version control; all of a source distribution are."""
+    """Files of the checkout under version control. Skips in an unpacked source distribution."""
     if not (ROOT / ".git").exists():
-        pytest.skip("no checkout")
+        pytest.skip("needs a checkout with .git")
     listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
     return {name for name in listed if name and (ROOT / name).is_file()}
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """The source distribution, unpacked: built of a copy of what is checked out."""
+    """The unpacked source distribution, built from a copy of the checkout."""
     folder = tmp_path_factory.mktemp("distribution")
     for name in checked_out():
         target = folder / "checkout" / name
@@ -54,7 +54,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(sources):
-    """Built of the source distribution alone, without a network."""
+    """The wheel, built from the source distribution alone, without a network."""
     run(sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", sources.parent / "wheel", cwd=sources, INFINITY_WERROR="1")
     (path,) = (sources.parent / "wheel").glob("*.whl")
     return path
@@ -62,7 +62,7 @@ def wheel(sources):
 
 @pytest.fixture(scope="module")
 def installed(wheel):
-    """A folder for PYTHONPATH, with commands in its bin."""
+    """A folder for PYTHONPATH, with commands in the subfolder bin."""
     site = wheel.parent.parent / "site"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", site, wheel, cwd=wheel.parent)
     return site
@@ -75,7 +75,7 @@ def test_the_sources_are_the_whole_checkout(sources):
     assert made == {"PKG-INFO", "setup.cfg"}
 
 
-def test_the_wheel_is_of_every_python_and_says_whose_it_is(wheel):
+def test_the_wheel_fits_every_python_and_has_its_metadata(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
         (metadata,) = (name for name in file.namelist() if name.endswith("/METADATA"))
@@ -101,7 +101,7 @@ def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
     assert command(program, "--version").startswith(f"infinity {infinity.__version__}, PyTorch ")
     small = "--hidden 64 --layers 2 --heads 4 --seq 32 --batch 4 --steps 3 --device cpu --dtype fp32".split()
     assert "loss " in command(program, "train", *small, "--param-tier", "nvme", "--optimizer-state-tier", "nvme")
-    report = command(program, "doctor", "--seconds", "0", statuses=(0, 1))  # 1: something of this machine needs attention
+    report = command(program, "doctor", "--seconds", "0", statuses=(0, 1))  # status 1: a finding about this machine needs attention
     assert "[ok] libaio" in report and "the check failed" not in report
 
 
@@ -130,7 +130,7 @@ def test_both_import_names_are_one_module(where, request, tmp_path):
     assert said.startswith(f"infinity {infinity.__version__}, PyTorch ")
 
 
-def test_what_is_advised_to_install_is_this_distribution(monkeypatch):
+def test_the_advice_to_install_an_extra_names_this_distribution(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match=r"pip install matplotlib \(the extra infinity-offload\[plot\]\)"):
         pyplot()
@@ -138,7 +138,7 @@ def test_what_is_advised_to_install_is_this_distribution(monkeypatch):
 
 @pytest.fixture
 def served():
-    """Serves a folder on this machine; gives the port."""
+    """Returns a function that serves a folder over HTTP on this machine and returns the port."""
     with contextlib.ExitStack() as stack:
 
         def serve(folder):
@@ -159,8 +159,8 @@ def served():
         ("false", False, "does not answer: PyTorch of pip's own index, up to 2.8 GB", ""),
     ],
 )
-def test_make_installs_the_pytorch_that_the_machine_can_use(tmp_path, served, nvidia, answers, said, index):
-    """Make's choice: an interpreter that writes down what it is told stands for the one of the virtual environment."""
+def test_make_installs_the_pytorch_for_this_machine(tmp_path, served, nvidia, answers, said, index):
+    """A script that logs its arguments replaces the interpreter of the virtual environment."""
     (tmp_path / "index" / "torch").mkdir(parents=True)
     url = f"http://127.0.0.1:{served(tmp_path / 'index')}/{'' if answers else 'elsewhere'}"
     python = tmp_path / "venv" / "bin" / "python"

@@ -1,4 +1,4 @@
-"""README and the pages of docs/: their code runs, what they name is there, and they name all that is public."""
+"""README and the pages of docs/: the code runs, all named things exist, and every public name is documented."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ from infinity.system import drives
 from infinity.tools.cli import _parser
 
 TEXTS = {page: page.read_text() for page in PAGES}
-SECONDS = 300  # for a page; it takes two or three where nothing else runs
+SECONDS = 300  # for a page, which takes 2 to 3 s on an idle machine
 NEEDS = {"fine-tune.md": "transformers"}
 PATHS = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 MEASURED = re.compile(r"\| one H100.*?\n\n", re.DOTALL)
@@ -29,14 +29,14 @@ MEASURED = re.compile(r"\| one H100.*?\n\n", re.DOTALL)
 
 @pytest.fixture(scope="module")
 def forks():
-    """Processes that have PyTorch, and the engine, from the beginning."""
+    """A context for processes that have PyTorch and the engine imported at their start."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "infinity.tools.cli"])
     return context
 
 
 def run(forks, page, folder):
-    """The exit status of a page that runs in a process of its own, and what it printed."""
+    """Runs a page in its own process. Returns (exit status, output)."""
     process = forks.Process(target=run_page, args=(page, folder))
     process.start()
     process.join(SECONDS)
@@ -59,7 +59,7 @@ def test_the_code_of_a_page_runs(page, forks, tmp_path):
     assert status == 0, output[-4000:]
 
 
-def test_a_page_whose_code_fails_is_found(forks, tmp_path):
+def test_a_page_with_failing_code_is_found(forks, tmp_path):
     page = tmp_path / "page.md"
     for text in ("```python\nimport infinity\ninfinity.no_such_name\n```\n", "```sh\ninfinity config show --config nowhere.toml\n```\n"):
         page.write_text(f"# A page\n\n{text}")
@@ -67,8 +67,8 @@ def test_a_page_whose_code_fails_is_found(forks, tmp_path):
         assert status == 1 and ("no_such_name" in output or "nowhere.toml" in output)
 
 
-def test_the_start_block_of_the_readme_is_the_one_that_its_program_prints(tmp_path):
-    """On a drive with the rate of the README; the room that is left on the drive is the machine's own."""
+def test_the_start_block_of_the_readme_is_the_output_of_its_program(tmp_path):
+    """The drive gets the rate of the README. The free space is that of this machine and is not compared."""
     blocks = blocks_of(ROOT / "README.md")
     (number,) = [number for number, block in enumerate(blocks) if block.language == "text"]
     shown = blocks[number].text.strip()
@@ -88,7 +88,7 @@ def test_the_start_block_of_the_readme_is_the_one_that_its_program_prints(tmp_pa
 
 
 @pytest.mark.long
-def test_the_program_for_several_nodes_runs_on_two_ranks_and_goes_on_from_its_last_checkpoint(tmp_path):
+def test_the_program_for_several_nodes_resumes_on_two_ranks(tmp_path):
     make_directories(tmp_path)
     program = program_of(ROOT / "docs/pre-train.md") + '\nprint(f"steps {first} to {step}")\n'
     assert program.count("NUM_STEPS, EVERY = 4, 2") == 1
@@ -100,7 +100,7 @@ def test_the_program_for_several_nodes_runs_on_two_ranks_and_goes_on_from_its_la
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_code_that_is_not_run_is_code_and_all_code_is_found(page):
+def test_all_code_blocks_are_found_and_those_not_run_are_parsed(page):
     blocks = blocks_of(page)
     assert 2 * sum(block.language != "given" for block in blocks) == len(re.findall(r"(?m)^\s*(?:```|~~~)", TEXTS[page]))
     assert len(re.findall(r"(?m)^<!-- (?:given|not run|file)", TEXTS[page])) == sum(
@@ -108,7 +108,7 @@ def test_code_that_is_not_run_is_code_and_all_code_is_found(page):
     )
     for block in blocks:
         assert block.language in LANGUAGES, f"{block}: {block.language!r}"
-        assert block.language != "toml" or block.file, f"{block}: which file is it?"
+        assert block.language != "toml" or block.file, f"{block}: a block of toml needs <!-- file: NAME --> before it"
         if block.reason is not None:
             parse(block)
 
@@ -125,13 +125,13 @@ def test_code_that_is_not_run_is_code_and_all_code_is_found(page):
         ("sh", "no-such-command"),
     ],
 )
-def test_code_that_is_not_run_and_cannot_be_meant_is_found(language, text):
+def test_wrong_code_in_a_block_that_is_not_run_is_found(language, text):
     with pytest.raises((SyntaxError, ValueError, AssertionError, SystemExit, subprocess.CalledProcessError)):
         parse(Block(ROOT / "README.md", 1, language, text, "a test"))
 
 
 def leaves(parser, name="infinity"):
-    """Every command without commands of its own: its name -> its parser."""
+    """{name: parser} of every command without subcommands."""
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     found = {} if groups else {name: parser}
     for group in groups:
@@ -145,7 +145,7 @@ def test_every_command_is_in_the_table_of_commands():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_commands_and_options_that_the_text_names_are_there(page):
+def test_commands_and_options_in_the_text_exist(page):
     known = leaves(_parser())
     for text in re.findall(r"`(infinity [^`]+)`", TEXTS[page]):
         name = " ".join(re.match(r"infinity(?: [a-z]+)*", text)[0].split())
@@ -156,7 +156,7 @@ def test_commands_and_options_that_the_text_names_are_there(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_names_that_the_text_has_of_the_package_are_there(page):
+def test_names_of_the_package_in_the_text_exist(page):
     for name in re.findall(r"\binfinity\.((?!toml|json|start\b)[a-zA-Z_]\w*)", TEXTS[page]):
         assert hasattr(infinity, name) or importlib.util.find_spec(f"infinity.{name}"), f"infinity.{name}"
 
@@ -166,7 +166,7 @@ def test_every_public_name_has_its_entry_in_the_reference():
     assert sorted(name.rpartition(".")[2] for name in entries) == sorted(infinity.__all__)
 
 
-def test_every_setting_and_its_choices_are_in_the_table_of_the_configuration():
+def test_every_setting_and_its_choices_are_in_the_configuration_table():
     rows = re.findall(r"(?m)^\| (`[a-z_`, ]+`) \| ([^|]+) \|", TEXTS[ROOT / "docs/configuration.md"])
     values = {name: set(re.findall(r"`([^`]+)`", told)) for names, told in rows for name in re.findall(r"`(\w+)`", names)}
     assert list(values) != [] and values.keys() == {field.name for field in dataclasses.fields(infinity.Config)}
@@ -174,26 +174,26 @@ def test_every_setting_and_its_choices_are_in_the_table_of_the_configuration():
         assert values[name] == set(choices), name
 
 
-def test_every_error_and_its_kind_is_in_the_table_of_errors():
+def test_every_error_and_its_base_class_is_in_the_table_of_errors():
     rows = dict(re.findall(r"(?m)^\| `(\w+Error)` \| `(\w+)` \|", TEXTS[ROOT / "docs/fails.md"]))
     errors = {name: getattr(infinity, name) for name in infinity.__all__ if name.endswith("Error")}
     assert rows == {name: error.__base__.__name__ for name, error in errors.items()}
 
 
-def test_every_key_of_stats_is_in_its_table(tmp_path):
+def test_every_key_of_stats_is_in_the_table_of_stats(tmp_path):
     told = re.search(r"(?s)All of `stats\(\)`.*?\n\n(.*?)\n\n", TEXTS[ROOT / "docs/slow.md"])[1]
     keys = [key for row in told.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
     with infinity.offload(torch.nn.Linear(4, 4), infinity.Config(swap_dirs=tmp_path, device="cpu")) as engine:
         assert keys == list(engine.stats())
 
 
-def test_what_was_measured_is_the_same_wherever_it_stands():
+def test_the_table_of_measurements_is_the_same_on_all_pages():
     tables = {MEASURED.search(TEXTS[ROOT / path])[0] for path in ("README.md", "docs/index.md", "docs/measured.md")}
     assert len(tables) == 1
 
 
-def test_the_site_is_built_without_a_warning_and_has_every_command_and_public_name(tmp_path):
-    """--strict: every link is to what is there, every anchor, too, and every name of the reference is found."""
+def test_the_site_builds_without_warnings_and_has_all_public_names(tmp_path):
+    """--strict checks that all links, anchors and names of the reference exist."""
     for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="the extra `docs` is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

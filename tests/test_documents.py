@@ -1,4 +1,4 @@
-"""What documents and comments refer to is there: paths, tests, notes, files by name."""
+"""References in documents and comments are right: paths, tests, notes and names of files."""
 
 import re
 from pathlib import Path
@@ -11,17 +11,17 @@ SOURCES = sorted(
     path for folder in ("infinity", "aio_ext", "bench", "tests") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h")
 )
 PATH = re.compile(r"(?:`|\]\()((?:[\w.-]+/)+(?:[\w.-]+\.(?:py|c|h|md|toml|png))?|[\w-]+\.(?:md|toml|png))(?:::(\w+))?(?:[`)\s])")
-MADE_LATER = {"infinity.toml", "./infinity.toml", ".venv/bin/", "dist/"}  # by commands: no checkout has them
+MADE_LATER = {"infinity.toml", "./infinity.toml", ".venv/bin/", "dist/"}  # commands make these files: no checkout has them
 CITED = re.compile(r"\[Note: ([^\]]+)\](?: in `?([\w/]+\.(?:py|c|h))`?)?")
 
 
 def told(text):
-    """The text in one line, without what begins the lines of a comment."""
+    """The text in one line, without the marks of comment lines."""
     return re.sub(r"\s*\n\s*(?:#|\*|//|\|)?\s*", " ", text)
 
 
 def notes():
-    """Where each note stands: at the beginning of a line, which in Python it has for itself."""
+    """{name: paths} of all notes. A note's title begins a line; in Python the line has nothing more."""
     found = {}
     for path in SOURCES:
         end = r"\s*$" if path.suffix == ".py" else ""
@@ -31,17 +31,17 @@ def notes():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_and_tests_that_a_document_names_are_there(document):
+def test_paths_and_tests_named_in_a_document_exist(document):
     text = document.read_text()
     found = set(PATH.findall(text))
     assert found or document.name == "CHANGELOG.md"
-    made = MADE_LATER | set(re.findall(r"(?m)^<!-- file: (\S+) -->$", text))  # by the page itself
+    made = MADE_LATER | set(re.findall(r"(?m)^<!-- file: (\S+) -->$", text))  # the page makes these files
     missing = [path for path, _ in found if path not in made and not (ROOT / path).exists() and not (document.parent / path).exists()]
     assert not missing
     assert not [test for path, test in found if test and not re.search(rf"(?m)^def {test}\(", (ROOT / path).read_text())]
 
 
-def test_notes_that_are_cited_stand_where_they_are_said_to():
+def test_cited_notes_exist_in_the_cited_files():
     made = notes()
     assert len(made) > 50
     for path in (*SOURCES, *DOCUMENTS):
@@ -51,7 +51,7 @@ def test_notes_that_are_cited_stand_where_they_are_said_to():
                 assert any(str(place).endswith(f"/{file}") for place in made[name]) or not file, f"{path.name}: [Note: {name}] is not in {file}"
 
 
-def test_files_that_comments_name_are_there():
+def test_files_named_in_comments_exist():
     names = {path.name for path in SOURCES} | {"setup.py"}
     for path in SOURCES:
         if path.is_relative_to(ROOT / "infinity") or path.is_relative_to(ROOT / "aio_ext"):

@@ -179,21 +179,41 @@ def test_fewer_and_fewer_attributes_are_stored_from_outside():
     assert len(found) <= STORES_FROM_OUTSIDE, f"{len(found)} stores from outside, {STORES_FROM_OUTSIDE} before:\n" + "\n".join(found)
 
 
-# Modules that turn a configuration's words into tiers, or name a field of it: see infinity/plan/tiers.py.
-MAKE_TIERS = {"plan.tiers", "config", "spelling", "integrations.deepspeed", "tools.configuration"}
-LITERALS_OF_A_TIER = 5
+# Modules that make the three values (formats, partition, tiers), or do arithmetic on elements of a format: there such questions belong.
+MAKE_VALUES = {
+    "config", "spelling", "renamed", "integrations.deepspeed", "tools.configuration",
+    "plan.tiers", "plan.partition", "system.ranks", "system.failure_watch",
+    "formats.dtypes", "formats.format", "formats.assignment", "optim.shard", "optim.adam", "optim._adam_triton",
+}  # fmt: skip
+MOST_QUESTIONS = 25
 
 
-def test_fewer_and_fewer_literals_name_a_tier():
-    """Code asks a `Tier` for its properties. The rest are keys of configurations, and a state of a saved activation."""
-    found = []
-    for name, tree in TREES.items():
-        if name not in MAKE_TIERS:
-            found += [f"{name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "nvme"]
-    assert len(found) <= LITERALS_OF_A_TIER, f"{len(found)} literals, {LITERALS_OF_A_TIER} before:\n" + "\n".join(found)
+def questions(tree):
+    """(line, text) of each literal "nvme", and of each comparison of a dtype, a rank or a number of ranks. Whether one is None is no question."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value == "nvme":
+            yield node.lineno, "'nvme'"
+        if isinstance(node, ast.Compare) and not any(isinstance(each, ast.Constant) and each.value is None for each in node.comparators):
+            names = [getattr(each, "attr", getattr(each, "id", "")) for each in (node.left, *node.comparators)]
+            if any(re.fullmatch(r"(.*_)?(dtype|world|rank)", name) for name in names):
+                yield node.lineno, ast.unparse(node)
 
 
-MOST_LINES_OF_A_FILE = 500
+def test_code_asks_a_format_a_partition_or_a_tier():
+    """Code asks the value for a property, instead of comparing names of dtypes, numbers of ranks or names of tiers."""
+    found = [f"{name}:{line} {text}" for name, tree in TREES.items() if name not in MAKE_VALUES for line, text in questions(tree)]
+    assert len(found) <= MOST_QUESTIONS, f"{len(found)} questions, {MOST_QUESTIONS} before:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("code, num", [
+    ("a.dtype == torch.float32", 1), ("if world > 1: pass", 1), ("0 <= rank < self.world", 1), ("x = 'nvme'", 1),
+    ("dtype is None", 0), ("format.is_coded", 0), ("a.world * 2", 0),
+])
+def test_the_count_sees_each_kind_of_question(code, num):
+    assert len(list(questions(ast.parse(code)))) == num
+
+
+MOST_LINES_OF_A_FILE = 450
 
 
 @pytest.mark.parametrize("name", [name for name, path in NAMES.items() if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE])
@@ -206,7 +226,6 @@ def test_a_long_file_says_at_its_head_why(name):
 MOST = {"class": (350, 30), "function": (60, 8)}
 TOO_LARGE = {
     "class": {
-        "Ranks": (350, 33),
     },
     "function": {
         "_adam": (65, 23),

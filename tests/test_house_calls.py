@@ -14,13 +14,13 @@ MOST_KINDS = 4
 
 @pytest.fixture(autouse=True)
 def all_updates_in_backward(monkeypatch, tmp_path):
-    """However slow the drive is."""
+    """All updates run in backward, however slow the drive is."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)
 
 
 @pytest.mark.parametrize("scene", house_calls.SCENES)
-def test_calls_go_down_but_for_the_named_kinds(scene):
+def test_calls_go_down_except_the_named_kinds(scene):
     watch = house_calls.watched(scene)
     unnamed = {kind for kind in watch.kinds() if kind not in house_calls.KINDS}
     assert not unnamed, f"calls that go up: {unnamed}"

@@ -1,4 +1,4 @@
-"""A package does not use the things that its docstring says it must not know.
+"""A package does not use the things that the package's docstring forbids ("Must not know ...").
 
 The docstring of each package says "Must not know chunks, tiers or steps." The test looks up each of these phrases in FORBIDDEN, and walks
 the imports, attributes, names and arguments of all modules of the package. A phrase that FORBIDDEN lacks is an error. EXCEPTIONS lists the
@@ -81,7 +81,7 @@ FORBIDDEN = {
 # The number of uses that remain, by package and identifier or imported module. Nobody raises a number.
 EXCEPTIONS = {
     ("engine", "infinity.optim.adam"): 1,  # the sum of squares of a norm
-    ("engine", "infinity.system.swap"): 2,  # sizing.py measures it, engines.py imports it for the order of atexit
+    ("engine", "infinity.system.swap"): 2,  # sizing.py measures the swap, engines.py imports the module for the order of atexit
     ("engine", "infinity.system.swap_directory"): 2,  # build.py asks for free space
     ("engine", "infinity.tiers.arithmetic"): 3,  # hyper-parameters, and the result of an update
     ("integrations", "infinity.engine.refused_trainers"): 1,  # a trainer with an integration is not refused
@@ -159,7 +159,7 @@ def test_each_phrase_of_must_not_know_has_a_meaning(package):
 
 
 @pytest.mark.parametrize("package", [*packages()])
-def test_a_package_does_not_use_what_it_must_not_know(package):
+def test_a_package_does_not_use_things_that_it_must_not_know(package):
     found, places = uses(package)
     wrong = [f"{use[1]}, {n} times, in {', '.join(places[use])}" for use, n in found.items() if n > EXCEPTIONS.get(use, 0)]
     assert not wrong, f"{package} must not know {', '.join(phrases_of(package))}:\n" + "\n".join(wrong)
@@ -172,7 +172,7 @@ def test_each_exception_is_still_needed():
     assert not EXCEPTIONS.keys() - found.keys()
 
 
-def test_checkpoints_enter_an_engine_by_one_door():
+def test_checkpoints_use_one_module_of_the_engine():
     imported = {names[0] for name in NAMES if is_below(name, ["checkpoints"]) for names in imports_of(TREES[name])}
     of_engine = {module for module in imported if is_below(module, ["infinity.engine"])}
     assert of_engine and all(is_below(module, ["infinity.engine.access.training_state"]) for module in of_engine), of_engine
@@ -185,7 +185,7 @@ def test_only_listed_modules_reach_torch_distributed_by_any_name():
         attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         if any(TORCH_DISTRIBUTED.search(ast.unparse(node)) for node in attributes):
             users.add(name)
-    assert users <= TALKS_TO_TORCH_DISTRIBUTED | {"tools.doctor.devices"}, users  # which only asks for the version of NCCL
+    assert users <= TALKS_TO_TORCH_DISTRIBUTED | {"tools.doctor.devices"}, users  # tools.doctor.devices only asks for the version of NCCL
 
 
 def test_the_walk_sees_imports_attributes_and_arguments():

@@ -1,4 +1,4 @@
-"""`infinity.ordinary_file`: which files are read."""
+"""`infinity.ordinary_file`: only ordinary files of a limited size are read."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from infinity.ordinary_file import read_ordinary
 from infinity.tools.cli import main
 
 
-def test_a_file_of_at_most_so_many_bytes_is_read(tmp_path):
+def test_a_file_up_to_the_limit_of_bytes_is_read(tmp_path):
     (tmp_path / "file").write_bytes(b"12345678")
     (tmp_path / "link").symlink_to("file")
     assert read_ordinary(tmp_path / "file", 8) == read_ordinary(tmp_path / "link", 8) == b"12345678"
@@ -24,7 +24,7 @@ def test_a_file_of_at_most_so_many_bytes_is_read(tmp_path):
 
 @pytest.fixture
 def strange(tmp_path, monkeypatch):
-    """A directory with names that no file of settings has."""
+    """A working directory with a pipe, a folder, a device and a socket."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("folder")
@@ -36,8 +36,8 @@ def strange(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["pipe", "zero", "folder", "socket", "", None, 5])
 @pytest.mark.parametrize("read", [infinity.Config.load, infinity.Config.from_deepspeed])
-def test_settings_are_read_from_ordinary_files_alone(strange, read, name):
-    with pytest.raises(ConfigError):  # at once: a pipe without a writer would wait for ever, /dev/zero has no end
+def test_settings_are_read_from_ordinary_files_only(strange, read, name):
+    with pytest.raises(ConfigError):  # at once: a pipe without a writer would block, /dev/zero has no end
         read(name)
 
 
@@ -56,14 +56,14 @@ def test_settings_are_read_from_ordinary_files_alone(strange, read, name):
         "checkpoint verify",
     ],
 )
-def test_a_command_refuses_a_path_that_is_no_such_thing(strange, capsys, command, name):
+def test_a_command_refuses_a_path_that_is_no_ordinary_file(strange, capsys, command, name):
     assert main([*command.split(), name]) == 2
     error = capsys.readouterr().err
     assert error.startswith("infinity: error: ") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["pipe", "zero", "socket", "", None])
-def test_no_checkpoint_is_written_to_or_read_from_such_a_path(strange, name):
+def test_save_and_load_refuse_a_path_that_is_no_directory(strange, name):
     (strange / "swap").mkdir()
     before = sorted(os.listdir(strange))
     model = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""The long suite in parts, and the record of what they found: options of conftest.py."""
+"""The long tests in parts, and the table of their results: options of conftest.py."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def run(directory, *arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=directory, env={**os.environ, "PYTHONPATH": path})
 
 
-def test_parts_are_all_tests_once_and_each_has_its_line(tmp_path):
+def test_parts_run_each_test_once_and_each_part_has_a_line(tmp_path):
     (tmp_path / "test_tiny.py").write_text(TESTS)
     record = tmp_path / "LONG.md"
     seen = []
@@ -36,12 +36,12 @@ def test_parts_are_all_tests_once_and_each_has_its_line(tmp_path):
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row[1]) for row in rows)
     before = record.read_text()
     run(tmp_path, "--part", "1/2", "--record", record, "-k", "3")
-    assert record.read_text() == before  # a choice of tests says nothing of the part
+    assert record.read_text() == before  # a run with -k is not recorded
     assert run(tmp_path, "--part", "1/1", "--record", record).returncode == 1
     assert "/2 |" not in record.read_text() and "| 1/1 |" in record.read_text()
 
 
-def test_few_cases_have_all_values_between_them_and_the_others_are_long(tmp_path):
+def test_few_cases_cover_all_values_and_the_other_cases_are_long(tmp_path):
     (tmp_path / "test_tiny.py").write_text(
         "import pytest\n\n@pytest.mark.few(3)\n@pytest.mark.parametrize('a', 'xyz')\n@pytest.mark.parametrize('b', 'uvw')\n"
         "def test_pairs(a, b):\n    pass\n"
@@ -52,6 +52,6 @@ def test_few_cases_have_all_values_between_them_and_the_others_are_long(tmp_path
     assert len(rest) == 6 and not {*short} & {*rest}
 
 
-def test_a_part_that_there_is_not_is_named(tmp_path):
+def test_a_wrong_part_is_refused(tmp_path):
     done = run(tmp_path, "--part", "4/3")
     assert done.returncode == 4 and "expected K/N with K from 1 to N" in done.stderr

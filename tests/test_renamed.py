@@ -1,4 +1,4 @@
-"""Old public names: each one works with one warning that gives the new name, and is an error beside the new one."""
+"""Old public names: each one works with one warning that names the new one. Both names together are an error."""
 
 import argparse
 import dataclasses
@@ -56,7 +56,7 @@ def test_a_file_with_an_old_field_is_read_with_one_warning(old, suffix):
         assert config.origins[old] == str(path)
 
 
-def test_an_old_name_of_an_override_counts_more_than_a_file_with_the_new_one():
+def test_an_override_by_its_old_name_wins_over_a_file_with_the_new_name():
     Path("settings.toml").write_text('[config]\nparam_tier = "host"\n')
     with pytest.warns(RenamedWarning, match="^argument: weights is deprecated: use param_tier$"):
         assert Config.load("settings.toml", weights="nvme").param_tier == "nvme"
@@ -67,7 +67,7 @@ def test_an_old_name_of_an_override_counts_more_than_a_file_with_the_new_one():
         assert Config.layered(layers).param_tier == "nvme"
 
 
-def test_a_setting_by_both_names_is_an_error():
+def test_a_setting_with_both_names_is_an_error():
     with pytest.raises(ConfigError, match="^Config: nvme and swap_dirs are one setting: give swap_dirs alone$"):
         Config(nvme=".", swap_dirs=".")
     Path("settings.toml").write_text('[config]\nstates = "host"\noptimizer_state_tier = "host"\n')
@@ -84,7 +84,7 @@ def test_an_old_option_is_accepted_with_a_warning(words, capsys):
     assert "--param-tier='nvm': expected" in capsys.readouterr().err
 
 
-def test_an_option_by_both_names_is_an_error(capsys):
+def test_an_option_with_both_names_is_an_error(capsys):
     assert main("train --weights host --param-tier host".split()) == 2
     assert "--weights and --param-tier are one setting: give --param-tier alone" in capsys.readouterr().err
 
@@ -101,7 +101,7 @@ def test_a_shell_shows_the_warning_in_one_line():
     assert done.returncode == 0 and done.stderr == "infinity: warning: --set: weights is deprecated: use param_tier\n"
 
 
-def test_a_dict_answers_to_old_keys_with_a_warning():
+def test_a_dict_accepts_old_keys_with_a_warning():
     found = Renamed({"new": 1, "other": 2}, {"old": "new", "gone": "left"})
     for read in (lambda: found["old"], lambda: found.get("old")):
         with pytest.warns(RenamedWarning, match="^key 'old' is deprecated: use 'new'$"):
@@ -112,7 +112,7 @@ def test_a_dict_answers_to_old_keys_with_a_warning():
         found["gone"]
 
 
-def test_a_line_of_a_program_is_warned_once():
+def test_each_line_of_a_program_causes_one_warning():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("default")
         for _ in range(3):

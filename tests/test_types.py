@@ -1,4 +1,4 @@
-"""A type checker finds mistakes in a program's use of the package, and none in the examples."""
+"""A type checker finds a program's mistakes in the use of the package, and none in the examples."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ with infinity.init(), infinity.gathered(params), infinity.no_sync(torch.nn.Linea
 
 @pytest.fixture(scope="module")
 def check(tmp_path_factory):
-    """Run mypy with the settings of the checkout; gives its lines."""
+    """Returns a function that runs mypy with the settings of the checkout and returns the output."""
     pytest.importorskip("mypy")
     cache = tmp_path_factory.mktemp("cache")
 
@@ -42,7 +42,7 @@ def check(tmp_path_factory):
     return run
 
 
-def test_the_examples_have_no_mistake_of_type(check):
+def test_the_examples_have_no_type_errors(check):
     for package in ("torch", "transformers", "lightning"):
         pytest.importorskip(package)
     assert check().startswith("Success: no issues found")
@@ -56,5 +56,5 @@ def test_mistakes_in_names_and_types_are_found(check, tmp_path):
     assert [(int(line), code) for line, code in re.findall(r"program\.py:(\d+): error: .*\[([\w-]+)\]$", output, re.MULTILINE)] == expected, output
 
 
-def test_the_package_says_that_it_has_types():
+def test_the_package_has_a_py_typed_file():
     assert (ROOT / "infinity/py.typed").is_file()

@@ -1,6 +1,6 @@
-"""The content of a checkpoint beside records: names of parameters, loose tensors, values, and states of random number generators.
+"""The content of a checkpoint outside records: parameter names, loose tensors, values, and states of random number generators.
 
-Knows modules, and the names that a manifest uses. Must not know bytes, files or steps.
+Knows modules, and the names in a manifest. Must not know bytes, files or steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from infinity.engine.access.training_state import TrainingState
 from infinity.errors import CheckpointError
 from infinity.model import tiling
 
-_MT_WORDS = 624  # of a Mersenne twister
+_MT_WORDS = 624  # state of a Mersenne twister, in 32-bit words
 
 
 def parameters_of(state: TrainingState) -> tuple[list[Parameter], dict[str, str]]:
-    """The parameters as a manifest has them, without their steps; and the other names of tied parameters and tied tiled layers."""
+    """Return the manifest's parameters without step counts, and {other name: first name} of tied parameters and tied tiled layers."""
     places = tiling.places(state.model)
     found, names = [], {}
     for info in state.parameters:
@@ -41,7 +41,7 @@ def parameters_of(state: TrainingState) -> tuple[list[Parameter], dict[str, str]
 
 
 def draft(state: TrainingState, **rest) -> Manifest:
-    """The manifest of a checkpoint of this state, without files. rest: the fields of Manifest that do not come from the engine."""
+    """The manifest for this state, without files. rest: the fields of Manifest that do not come from the engine."""
     parameters, aliases = parameters_of(state)
     return Manifest(
         world=state.ranks.world,
@@ -57,7 +57,7 @@ def draft(state: TrainingState, **rest) -> Manifest:
 
 
 def loose_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
-    """The tensors of a state_dict that are in no record: persistent buffers, and parameters that are empty or not floating-point."""
+    """The state_dict's tensors that are in no record: persistent buffers, and parameters that are empty or not floating-point."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in state.model.named_modules():
         own = persistent_buffers(module)
@@ -67,7 +67,7 @@ def loose_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of this module, without its children, that a state_dict has."""
+    """The buffers of this module that a state_dict has, without those of child modules."""
     left_out = module._non_persistent_buffers_set
     return {name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in left_out}
 
@@ -78,15 +78,15 @@ def with_extra_state(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def values_of(state: TrainingState, put: Callable[[torch.Tensor], int], scheduler, extra) -> dict:
-    """The values of a manifest that are in no record, as they are now. put: of `encode`. Buffers come from rank 0, the rest from every rank."""
+    """The current values that are in no record, encoded. put: see `encode`. Rank 0 adds the buffers; all ranks add the other values."""
 
     def put_own(tensor: torch.Tensor) -> int:
         if state.manages(tensor):
-            raise CheckpointError("a parameter of the model is only a placeholder outside of it; it is saved anyway")
+            raise CheckpointError("a parameter of the model is only a placeholder outside the model; the checkpoint has its value already")
         return put(tensor)
 
-    extra = encode(extra, put_own, "extra")  # first, so that its tensors have the same indices on ranks that have no buffers
-    loose = {} if state.ranks.rank else loose_tensors(state)
+    extra = encode(extra, put_own, "extra")  # before the buffers: the tensors in extra then have the same indices on all ranks
+    loose = loose_tensors(state) if state.ranks.is_first else {}
     buffers = {name: encode(value, put_own, f"buffer {name}") for name, value in loose.items()}
     extra_state = {name: module.get_extra_state() for name, module in with_extra_state(state.model)}
     found = {
@@ -105,10 +105,10 @@ def values_of(state: TrainingState, put: Callable[[torch.Tensor], int], schedule
 
 
 def digest_of(value, crcs: Sequence[int]) -> bytes:
-    """Equal for equal encoded values. crcs: the checksums of their tensors, by index."""
+    """A digest, equal for equal encoded values. crcs: the CRC32C of each stored tensor, by index."""
 
     def sums(value) -> list[int]:
-        """The checksums of the tensors that a value refers to, in order."""
+        """The checksums of the tensors in a value, in order."""
         if isinstance(value, list):
             return [crc for item in value for crc in sums(item)]
         if not isinstance(value, dict):
@@ -133,14 +133,14 @@ def generators(device: torch.device) -> dict:
 
 
 def checked_generators(found: object, device: torch.device) -> dict:
-    """The states in the form that `set_generators` takes.
+    """Return the states in the form that `set_generators` takes.
 
-    Raises CheckpointError for an invalid state: native code would use its numbers as indices into memory.
+    Raises CheckpointError for an invalid state: native code would use numbers of the state as indices into memory.
     """
     try:
         kind, keys, position, *gauss = found["numpy"]
         version, words, next_gauss = found["python"]
-        if not isinstance(words, bytes):  # the form of the first version
+        if not isinstance(words, bytes):  # older checkpoints store the words as a list
             words = np.array(words, dtype=np.uint32).tobytes() if all(type(word) is int and 0 <= word < 1 << 32 for word in words) else b""
         *_, last = struct.unpack(f"<{_MT_WORDS + 1}I", words)
         cuda = found["cuda"] if device.type == "cuda" else None
@@ -161,14 +161,14 @@ def checked_generators(found: object, device: torch.device) -> dict:
     except (KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise CheckpointError(f"the generators' states in the checkpoint make no sense ({type(error).__name__}: {error})") from None
     if wrong := [name for name, is_right in checks.items() if not is_right]:
-        raise CheckpointError(f"the generators' states in the checkpoint make no sense: that of {', '.join(wrong)} is none")
+        raise CheckpointError(f"the generators' states in the checkpoint make no sense: the state of {', '.join(wrong)} is not valid")
     python = (version, struct.unpack(f"<{_MT_WORDS + 1}I", words), next_gauss)
     numpy = (kind, np.frombuffer(keys, dtype=np.uint32), position, *gauss)
     return {"torch": found["torch"], "cuda": cuda, "numpy": numpy, "python": python}
 
 
 def set_generators(found: dict, device: torch.device) -> None:
-    """Set the generators of this process. found: the result of `checked_generators`."""
+    """Set the random number generators of this process. found: the result of `checked_generators`."""
     torch.set_rng_state(torch.frombuffer(bytearray(found["torch"]), dtype=torch.uint8))
     if found["cuda"] is not None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(found["cuda"]), dtype=torch.uint8), device)
@@ -177,20 +177,20 @@ def set_generators(found: dict, device: torch.device) -> None:
 
 
 def _is_torch_state(state: object) -> bool:
-    """Whether the state is valid for torch's generator on the CPU.
+    """Whether the state is valid for torch's CPU generator.
 
-    torch checks the number of words that are left and the index of the next word one by one. This also checks that they fit together.
+    torch checks the number of remaining words and the index of the next word separately. This function also checks that the two agree.
     """
     here = torch.get_rng_state().numpy().tobytes()
     if not isinstance(state, bytes) or len(state) != len(here):
         return False
     left, seeded, following = struct.unpack_from("<iiQ", state, 8)
     is_fresh = (left, following) == (1, 0)
-    flags = {struct.unpack_from("<i", state, 5040)[0], state[5052]}  # whether a normal number was drawn ahead
+    flags = {struct.unpack_from("<i", state, 5040)[0], state[5052]}  # whether the generator holds a cached normal number
     return seeded == 1 and (is_fresh or (0 < left <= _MT_WORDS and left + following == _MT_WORDS + 1)) and flags <= {0, 1}
 
 
 def _is_cuda_state(state: object, device: torch.device) -> bool:
-    """Whether the state is a seed and an offset. Each draw advances the offset by a multiple of four."""
+    """Whether the state is a seed and an offset. Each draw advances the offset by a multiple of 4."""
     here = torch.cuda.get_rng_state(device).numel()
     return isinstance(state, bytes) and len(state) == here == 16 and 0 <= struct.unpack_from("<q", state, 8)[0] and not state[8] % 4

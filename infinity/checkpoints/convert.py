@@ -1,6 +1,6 @@
-"""What can be made of a checkpoint without an engine: safetensors files, or a checkpoint for another number of ranks.
+"""Conversion of a checkpoint without an engine: to safetensors files, or to a checkpoint for another number of ranks.
 
-Knows checkpoints and files of tensors, a record or one tensor at a time. Must not know engines, tiers or devices.
+Knows checkpoints and safetensors files, and holds one record or one tensor in memory. Must not know engines, tiers or devices.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def export(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> list[tuple[str, int]]:
-    """Write a checkpoint's weights and buffers as safetensors, with the model's own names; returns (file, bytes of tensors) of
-    each.
+    """Write a checkpoint's weights and buffers as safetensors files, under the names of the model. Returns [(file, bytes of its tensors)].
 
-    dtype: of all weights; by default each parameter keeps the dtype in which the model computes with it. fp32 is the master, exactly. Tiles are joined. Of tied names the first is written, the others stand in `__metadata__` as
-    {"tied:other": first}. The folder is what `from_pretrained` of transformers reads, beside the model's config.json. Holds one
-    tensor in memory, at most.
+    dtype: of all weights. By default each weight has the dtype in which the model computes with it; "fp32" writes the exact masters.
+    Tiles of a layer are joined. A tied parameter is written once, under its first name. `__metadata__` lists the other names as
+    {"tied:other": first}. With the model's config.json added, `from_pretrained` of transformers reads the folder.
+    dry_run: write nothing, return the plan. Host memory: at most one tensor.
 
-    Raises CheckpointError for a checkpoint or a directory that cannot be used; then nothing is there.
+    Raises CheckpointError for a checkpoint or a directory that cannot be used. In this case the call leaves no files.
     """
     if dtype is not None and dtype not in EXPORT_DTYPES or max_file_nbytes < 1:
         raise ConfigError(f"dtype={dtype!r}, max_file_nbytes={max_file_nbytes}: expected one of {', '.join(EXPORT_DTYPES)}, and 1 or more")
@@ -89,10 +89,10 @@ def reshard(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Manifest:
-    """Write a checkpoint anew, with the same values, as `world` ranks would have saved it; returns its manifest.
+    """Copy a checkpoint into the layout that `world` ranks would have saved. Returns the manifest of the copy.
 
-    chunk_mib: as of Config; None keeps the size. `infinity.load` reads any checkpoint on any number of ranks; what is laid out as the
-    ranks that load it do, it reads faster. Raises CheckpointError.
+    chunk_mib: as in Config; None keeps the size. `infinity.load` reads any checkpoint on any number of ranks. The load is faster if the
+    checkpoint has the layout of the ranks that load. dry_run: write nothing. Raises CheckpointError.
     """
     if not 1 <= world <= LARGEST_WORLD:
         raise ConfigError(f"world={world}: expected 1 to {LARGEST_WORLD}")
@@ -107,7 +107,7 @@ def reshard(
 
 
 def _laid_out(old: Manifest, world: int, chunk_mib: float | None) -> Manifest:
-    """The manifest of the same values on so many ranks, whose records have no checksums yet."""
+    """The manifest of the same values on `world` ranks, without checksums of the records."""
     specs = [ParameterSpec(p.name, p.numel, old.format_of(p)) for p in old.parameters]
     if chunk_mib is not None:
         chunk_numel = default_chunk_numel(chunk_mib, world)
@@ -120,7 +120,7 @@ def _laid_out(old: Manifest, world: int, chunk_mib: float | None) -> Manifest:
 
 
 def _write(checkpoint: Checkpoint, new: Manifest, target: Path, progress: Progress | None) -> Manifest:
-    """Write a checkpoint's values as a manifest lays them out; returns it with the folder and the checksums."""
+    """Write a checkpoint's values in the layout of the manifest `new`. Returns this manifest with folder and checksums."""
     jobs = [(chunk, rank) for chunk in new.chunks for rank in range(new.world)]
     at = {(chunk.index, rank): new.places[chunk.index][rank] for chunk, rank in jobs}
     directory, arena, writer = Directory(target), Arena(), None
@@ -159,7 +159,7 @@ def _write(checkpoint: Checkpoint, new: Manifest, target: Path, progress: Progre
 
 
 def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """The values of a whole parameter, in parts, 1-D."""
+    """The values of a whole parameter: 1-D tensors that follow each other."""
     parameters = checkpoint.manifest.parameters
     if all(parameters[index].is_rows for index in tiles):
         for index in sorted(tiles, key=lambda index: parameters[index].begin):
@@ -174,8 +174,7 @@ def _values(checkpoint: Checkpoint, tiles: list[int], dtype: torch.dtype) -> Ite
 
 def _tile(checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     for _, found in checkpoint.values(index, 0, checkpoint.manifest.parameters[index].numel):
-        weights = found.codec.weights(found)
-        yield found.masters().to(dtype) if dtype is not weights.dtype else weights
+        yield found.in_dtype(dtype)
 
 
 def _place_in(whole: torch.Tensor, tile: Parameter) -> torch.Tensor:

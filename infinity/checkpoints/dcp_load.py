@@ -1,7 +1,7 @@
-"""From torch.distributed.checkpoint: `infinity.load_dcp`, for the names of [Note: what is written] in dcp_names.py.
+"""Loading from torch.distributed.checkpoint (DCP): `infinity.load_dcp`. [Note: entries of a DCP checkpoint] in dcp_names.py has the names.
 
 Knows the boxes of a parameter in a record, and checks all names and shapes before any change. Must not know how DCP lays out files.
-Records are filled one after another. Of each tensor that is read, one of its saved pieces stays in memory.
+The loader fills one record after another. One saved piece of each tensor being read stays in memory.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from infinity.optim.rules import AdamRule
 from infinity.plan.packing import Piece
 from infinity.sizes import listed
 
-_OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # options of torch.optim that no rule here computes
+_OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # options of torch.optim that no rule of infinity computes
 
 
 def load_dcp(
     path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, trust_pickle: bool = False
 ) -> None:
-    """Bring a model and its optimizer to the state of a torch.distributed.checkpoint, of FSDP2 or not, from any number of ranks.
+    """Bring a model and its optimizer to the state of a DCP checkpoint, which FSDP2 or plain PyTorch wrote on any number of ranks.
 
-    Reads the entries of [Note: what is written], in any floating dtype; one name of a tied parameter is enough. Entries other than model.*
-    and optim.* are ignored. Without an optimizer, moments begin anew; so do the moments of a parameter that has none in the checkpoint.
-    trust_pickle must be True: the metadata of DCP are a pickle, and reading a pickle may run code that its writer put there. This package
-    reads no other pickle. Call it on all ranks, which must see the same directory. Host memory: one record, and one saved piece of each
-    state of one parameter (with FSDP2 one rank's shard), of one state twice.
+    Reads the entries of [Note: entries of a DCP checkpoint], in any floating dtype. One name of a tied parameter is enough. The call ignores
+    entries other than model.* and optim.*. Moments start at zero without an optimizer, and for a parameter without moments in the checkpoint.
+    trust_pickle must be True: DCP stores metadata as a pickle, and reading a pickle may run code from the pickle's writer. `infinity` reads
+    no other pickle. Call load_dcp on all ranks, which must see the same directory. Host memory: one record, one saved piece (with FSDP2 one
+    rank's shard) per state of a parameter, and a second copy of the piece being read.
 
-    Raises ConfigError without trust_pickle; CheckpointError, before any change, with the names of all entries that are missing, unexpected
-    or of another shape, and of files that are missing or cut. If damage is found later, CheckpointError says so; load again then.
+    Raises ConfigError without trust_pickle. Raises CheckpointError before any change. The message lists entries that are missing, unexpected
+    or of another shape, and files that are missing or truncated. For damage found after a change, the message says so; load again then.
     """
     checked_path(path)
     if trust_pickle is not True:
         raise ConfigError(
-            f"{path}: torch.distributed.checkpoint keeps its metadata in a pickle, and reading one may run any code that its writer put "
-            f"there. If you trust who wrote it, say so: load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
+            f"{path}: torch.distributed.checkpoint stores metadata in a pickle, and reading one may run any code that the writer put "
+            f"there. If you trust the writer, pass load_dcp(..., trust_pickle=True). infinity.load and load_safetensors run no code."
         )
     state = training_state_of(model)
     state.ready_to_load(optimizer)
@@ -62,7 +62,7 @@ def load_dcp(
 
 
 class _Saved:
-    """A checkpoint open for reading. Raises CheckpointError if it is missing, cut or damaged, SwapError if the disk fails."""
+    """An open DCP checkpoint. Raises CheckpointError for missing, truncated or damaged files, SwapError if the disk fails."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -88,7 +88,7 @@ class _Saved:
 
     @staticmethod
     def _look(path: Path, end: int) -> str:
-        """Return the fault of a file whose bytes up to `end` are needed, or ""."""
+        """Return the fault of a file of which the first `end` bytes are needed, or ""."""
         try:
             nbytes = path.stat().st_size
         except OSError as error:
@@ -100,7 +100,7 @@ class _Saved:
         return found if isinstance(found, dcp.TensorStorageMetadata) else None
 
     def small(self, names: Iterable[str]) -> dict[str, object]:
-        """Read whole small tensors and objects, by name."""
+        """Read small tensors (in one piece each) and objects. Returns them by name."""
         targets, items = {}, []
         for name in names:
             if (saved := self.tensor(name)) is None:
@@ -115,10 +115,10 @@ class _Saved:
         return found | {index.fqn: target for index, target in targets.items()}
 
     def piece(self, kind: str | None, name: str, chunk: dcp.ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
-        """Read one saved piece of a tensor. The last piece of each kind of tensor stays in memory."""
+        """Read one saved piece of a tensor. For each `kind`, the piece that was read last stays in memory."""
         index = MetadataIndex(name, chunk.offsets)
         if kind not in self._cached or self._cached[kind][0] != index:
-            self._cached.pop(kind, None)  # freed first: there is room for one piece
+            self._cached.pop(kind, None)  # freed before the allocation: memory has room for one piece
             target = torch.empty(chunk.sizes, dtype=dtype, device="cpu")
             self._read([_read_item(index, chunk)], {index: target})
             self._cached[kind] = index, target
@@ -137,7 +137,7 @@ class _Saved:
 
 
 class _Targets(dcp.DefaultLoadPlanner):
-    """Tells DCP's reader where tensors go, and keeps objects. Objects other than numbers, strings and their containers are refused."""
+    """Gives DCP's reader the target tensors, and keeps objects. Refuses objects other than numbers, strings and their containers."""
 
     def __init__(self, targets: dict[MetadataIndex, torch.Tensor]):
         super().__init__()
@@ -157,7 +157,7 @@ def _read_item(index: MetadataIndex, chunk: dcp.ChunkStorageMetadata) -> dcp.Rea
 
 
 class _Tensor:
-    """A tensor of the checkpoint, which is read box by box. kind: of `_Saved.piece`."""
+    """A tensor of the checkpoint, to be read box by box. kind: as in `_Saved.piece`."""
 
     def __init__(self, saved: _Saved, kind: str | None, name: str):
         self.saved, self.kind, self.name = saved, kind, name
@@ -167,7 +167,7 @@ class _Tensor:
         self._ends = list(accumulate(ends, max))
 
     def read(self, begin: tuple[int, ...], sizes: tuple[int, ...], into: torch.Tensor) -> None:
-        """Copy a box into a tensor of the same sizes."""
+        """Copy a box into the tensor `into`, of shape `sizes`."""
         end = [a + b for a, b in zip(begin, sizes)]
         first = bisect_right(self._ends, begin[0]) if begin else 0
         last = bisect_left(self._begins, end[0]) if begin else 1
@@ -181,7 +181,7 @@ class _Tensor:
 
 
 class _LoadDcp:
-    """Fills the records of an engine. Raises CheckpointError, before any change, if the checkpoint does not fit."""
+    """Fills the records of an engine. Raises CheckpointError, before any change, if the checkpoint does not fit the model."""
 
     def __init__(self, state: TrainingState, saved: _Saved, *, with_states: bool):
         self.state, self.saved = state, saved
@@ -190,7 +190,7 @@ class _LoadDcp:
         self._shapes = [tuple(info.shape) for info in state.parameters]
         self._wrong: list[str] = []
         self._known: set[str] = set()
-        self._tensors: dict[tuple[str, str | None], _Tensor] = {}  # by first name and moment; None: the weight
+        self._tensors: dict[tuple[str, str | None], _Tensor] = {}  # by (first name, moment); the moment of a weight is None
         self._steps: dict[str, int] = {}
         self._groups: list[dict] = []
         self._match_model()
@@ -220,7 +220,7 @@ class _LoadDcp:
             group.update(found)
 
     def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
-        """Fill the part of one parameter in a shard, whose segments are zero."""
+        """Fill the elements of one piece in a shard. The segments of the shard are zero before."""
         part = self.names.parts[piece.param]
         where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel, dtype=torch.float32, device="cpu")
         for kind in (None, *self.moments):
@@ -238,7 +238,7 @@ class _LoadDcp:
             else:
                 shard[kind][where].copy_(values)
 
-    # Does it fit?
+    # Checks before any change.
 
     def _match_model(self) -> None:
         missing = []
@@ -262,11 +262,11 @@ class _LoadDcp:
     def _fits(self, name: str, shape: tuple[int, ...], *, floating: bool = True) -> bool:
         saved = self.saved.tensor(name)
         if saved is None or (floating and not saved.properties.dtype.is_floating_point):
-            self._wrong.append(f"{name} is no tensor{' of floating-point numbers' if floating else ''} there")
+            self._wrong.append(f"{name} is not a tensor{' of floating-point numbers' if floating else ''} in the checkpoint")
         elif tuple(saved.size) != shape:
-            self._wrong.append(f"{name} has shape {list(saved.size)} there and {list(shape)} here")
+            self._wrong.append(f"{name} has shape {list(saved.size)} in the checkpoint and {list(shape)} in the model")
         elif (numel := sum(math.prod(chunk.sizes) for chunk in saved.chunks)) != math.prod(shape):
-            self._wrong.append(f"{name} has {numel:,} of its {math.prod(shape):,} elements there: a rank's part is missing")
+            self._wrong.append(f"the checkpoint has {name} with {numel:,} of {math.prod(shape):,} elements: a rank's part is missing")
         else:
             return True
         return False
@@ -274,7 +274,7 @@ class _LoadDcp:
     def _match_optimizer(self) -> None:
         entries = self.saved.entries
         if not any(name.startswith("optim.") for name in entries):
-            self._wrong.append("it was saved without an optimizer; load without one to begin anew")
+            self._wrong.append("the checkpoint has no optimizer state; load without the optimizer, and moments start at zero")
             return
         steps: dict[str, str] = {}
         for whole in self.names.wholes:
@@ -282,7 +282,7 @@ class _LoadDcp:
             if prefix is None:
                 continue
             if not whole.is_updated:
-                self._wrong.append(f"{whole.names[0]} is trained there and not here")
+                self._wrong.append(f"{whole.names[0]} is trained in the checkpoint and frozen in the model")
                 self._known.update(prefix + name for name in self._state_names)
                 continue
             needed = [*self.moments.values(), *(["step"] if isinstance(self.state.optimizer.rule, AdamRule) else [])]
@@ -293,7 +293,7 @@ class _LoadDcp:
                 if prefix + name in entries and self._fits(prefix + name, whole.shape):
                     self._tensors[whole.names[0], moment] = _Tensor(self.saved, moment, prefix + name)
             if prefix + "step" not in entries:
-                self._steps[whole.names[0]] = 1  # not 0: a rule may treat the first update in another way
+                self._steps[whole.names[0]] = 1  # not 0: a rule may treat the first update differently
             elif self._fits(prefix + "step", ()):
                 steps[prefix + "step"] = whole.names[0]
         for name, step in self.saved.small(steps).items():
@@ -308,7 +308,7 @@ class _LoadDcp:
         return (*self.moments.values(), "step")
 
     def _match_groups(self) -> None:
-        """Compare the parameter groups, and take the hyper-parameters of the checkpoint."""
+        """Compare the parameter groups, and keep the hyper-parameters of the checkpoint for `run`."""
         optimizer = self.state.optimizer
         paths = {name: name.split(".", 3) for name in self.saved.entries if name.startswith("optim.param_groups.")}
         paths = {name: path for name, path in paths.items() if len(path) == 4 and path[2].isdigit() and "." not in path[3]}
@@ -317,20 +317,20 @@ class _LoadDcp:
         for name, value in self.saved.small(paths).items():
             there[int(paths[name][2])][paths[name][3]] = plain(value)
         if len(there) != len(optimizer.param_groups):
-            self._wrong.append(f"{len(there)} parameter groups there, {len(optimizer.param_groups)} here")
+            self._wrong.append(f"{len(there)} parameter groups in the checkpoint, {len(optimizer.param_groups)} in the optimizer")
             return
         group_of = {name: index for index, group in enumerate(there) for name in group.get("params", ())}
         for whole in self.names.wholes:
             found = next((group_of[name] for name in whole.names if name in group_of), None)
             if whole.is_updated and found != whole.parts[0].group:
                 where = f"parameter group {found}" if found is not None else "no parameter group"
-                self._wrong.append(f"{whole.names[0]} is in {where} there, in {whole.parts[0].group} here")
+                self._wrong.append(f"{whole.names[0]} is in {where} in the checkpoint, in group {whole.parts[0].group} of the optimizer")
         defaults = defaults_of_torch(optimizer.rule)
         for index, (group, found) in enumerate(zip(optimizer.param_groups, there)):
             for name in _OTHER_ARITHMETIC:
                 if name in defaults and found.get(name, defaults[name]) != defaults[name]:
-                    self._wrong.append(f"parameter group {index} has {name}={found[name]!r} there, {type(optimizer).__name__} has not")
-            only_torch = defaults.keys() - group.keys()  # not optimizer.defaults: torch adds its own to it in load_state_dict
+                    self._wrong.append(f"parameter group {index} has {name}={found[name]!r}, which {type(optimizer).__name__} lacks")
+            only_torch = defaults.keys() - group.keys()  # not optimizer.defaults: torch's load_state_dict adds torch's defaults there
             found = {name: value for name, value in found.items() if name != "params" and name not in only_torch}
             found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             try:

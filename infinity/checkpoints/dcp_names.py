@@ -1,14 +1,14 @@
-"""Names of an engine's states in a torch.distributed.checkpoint, so that a run can move to FSDP2 and back.
+"""Names of an engine's states in a checkpoint of torch.distributed.checkpoint (DCP), so that a run can move to FSDP2 and back.
 
 Knows names, and the boxes of a parameter in a record. Must not know how DCP writes or reads.
 
-# [Note: what is written]
-# An FSDP2 run writes the same by `dcp.save({"model": m, "optim": o})` with m, o = get_state_dict(model, optimizer):
+# [Note: entries of a DCP checkpoint]
+# An FSDP2 run writes the same entries by `dcp.save({"model": m, "optim": o})` with m, o = get_state_dict(model, optimizer):
 #   model.<name>                    weights in fp32 (masters if there are any), under each name of a tied parameter; buffers unchanged
 #   optim.state.<name>.<moment>     fp32, under the first name: exp_avg and exp_avg_sq of AdamW and Adam, momentum_buffer of SGD, exp_avg of
-#                                   Lion, and the rule's own names of other rules
-#   optim.state.<name>.step         under the first name, also before the first update
-#   optim.param_groups.<index>.*    hyper-parameters, with the defaults of those that only torch.optim has; `params`: names
+#                                   Lion; for other rules, the rule's own names
+#   optim.state.<name>.step         number of updates, under the first name, also before the first update
+#   optim.param_groups.<index>.*    hyper-parameters; those that only torch.optim has get torch's default values; `params`: names
 # A tiled layer appears as the plain layer.
 """
 
@@ -27,13 +27,13 @@ from infinity.errors import CheckpointError
 from infinity.model import tiling
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
 
-METADATA = ".metadata"  # the file that makes a directory such a checkpoint
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and size in each dimension
+METADATA = ".metadata"  # the file that marks a directory as a DCP checkpoint
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (first index, size), one number per dimension in each
 
 
 @dataclass
 class WholeParameter:
-    """A parameter of the plain model, which the engine has in one part or in tiles. names: in the order of the state_dict."""
+    """A parameter of the plain model. The engine has it whole or in tiles (`parts`). names: in the order of the state_dict."""
 
     shape: tuple[int, ...]
     names: list[str] = field(default_factory=list)
@@ -88,14 +88,14 @@ class Names:
                 raise CheckpointError(f"tiles of {whole.names[0]} differ in their parameter group or in whether they are frozen")
 
     def of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
-        """The names of the parameters of a group, each once."""
+        """The names of a parameter group's parameters, without duplicates."""
         loose = {id(value): name for name, value in reversed(self.loose.items())}
         names = (self._first.get(id(param)) or loose.get(id(param)) for param in params)
         return [name for name in dict.fromkeys(names) if name is not None]
 
 
 def moment_names(rule: Rule) -> dict[str, str]:
-    """The name that torch.optim has for each moment of a rule; the rule's own name if torch.optim lacks the rule."""
+    """Map each moment of a rule to its name in torch.optim. A rule that torch.optim lacks keeps its own names."""
     known = {}
     if isinstance(rule, AdamRule):
         known = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
@@ -105,7 +105,7 @@ def moment_names(rule: Rule) -> dict[str, str]:
 
 
 def defaults_of_torch(rule: Rule) -> dict:
-    """The hyper-parameters of a group of torch's own optimizer, in the installed version, with their defaults."""
+    """The hyper-parameters of torch's optimizer for this rule, with default values, in the installed version of torch."""
     if isinstance(rule, AdamRule):
         kind = torch.optim.AdamW if rule.decoupled else torch.optim.Adam
     elif isinstance(rule, SGDRule):

@@ -1,12 +1,12 @@
-"""To torch.distributed.checkpoint: `infinity.save_dcp`. [Note: what is written] is in dcp_names.py.
+"""Saving to torch.distributed.checkpoint (DCP): `infinity.save_dcp`. [Note: entries of a DCP checkpoint] is in dcp_names.py.
 
 Knows the boxes of a parameter in a record, and when DCP asks for their values. Must not know how DCP lays out files.
 
 # [Note: one record at a time]
-# A record holds flat intervals of parameters, and DCP knows boxes. An interval is cut into at most 2 * dimensions - 1 boxes. Each rank
-# offers the boxes of its own shards, record by record. DCP asks for the values of a box when it writes the box. So each record is read
-# once, and one record is in memory at a time. DCP's writer keeps the last tensor of each name until its file is whole. Therefore the memory
-# of a written tensor is freed when DCP asks for the next tensor.
+# A record holds flat intervals of parameters, and DCP knows boxes. The planner cuts an interval into at most 2 * dimensions - 1 boxes. Each
+# rank offers the boxes of its own shards, record by record. DCP asks for a box's values when DCP writes the box. Therefore each record is
+# read once, and one record is in memory at a time. DCP's writer keeps the last tensor of each name until the file is complete. Therefore
+# the planner frees the memory of a written tensor when DCP asks for the next tensor.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from infinity.plan.packing import Piece
 
 
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Write a torch.distributed.checkpoint that an FSDP2 or plain PyTorch model and its optimizer load; see [Note: what is written].
+    """Write a checkpoint for torch.distributed.checkpoint (DCP), which an FSDP2 or plain PyTorch model and its optimizer can load.
 
-    In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with m, o = get_state_dict(model, optimizer), then call
-    set_state_dict with them. Without an optimizer only model.* is written. The checkpoint lacks the fp16 loss scale, the states of random
-    number generators, and schedulers; `infinity.save` has them. The step count of a tiled layer is the largest of its tiles.
-    Call it between step() and the next forward pass, on all ranks, which must see the same directory. The directory is made for its owner
-    alone (0700). Training waits. Host memory: one record, and one part of a record in fp32.
+    [Note: entries of a DCP checkpoint] lists the entries. In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with
+    m, o = get_state_dict(model, optimizer), then call set_state_dict with m and o. Without an optimizer, only model.* is written. The
+    checkpoint lacks the fp16 loss scale, the random number generators and schedulers; `infinity.save` has them. A tiled layer gets the
+    largest step count of its tiles. Call save_dcp between step() and the next forward pass, on all ranks. All ranks must see the same
+    directory, which is created with mode 0700. Training waits. Host memory: one record, and one part of a record in fp32.
 
-    Raises CheckpointError for a directory that already holds such a checkpoint, because DCP cannot replace one as a whole, and for a state
-    that the format lacks; SwapError (an OSError) if the disk fails.
+    Raises CheckpointError for a state that the format lacks, and for a directory that holds a DCP checkpoint: DCP cannot replace one
+    atomically. Raises SwapError (an OSError) if the disk fails.
     """
     state = training_state_of(model)
     state.ready_to_save(optimizer)
     checked_path(path)
     state.flush()
 
-    state.ranks.together(lambda: None if state.ranks.rank else _make_directory(Path(path)))
+    state.ranks.together(lambda: _make_directory(Path(path)) if state.ranks.is_first else None)
 
     def plan() -> _Planner:
         if not Path(path).is_dir():
-            raise CheckpointError(f"{path} is not there for {state.ranks.name}: all ranks must see the same directory")
+            raise CheckpointError(f"{path} does not exist for {state.ranks.name}: all ranks must see the same directory")
         return _Planner(state, with_states=optimizer is not None)
 
     planner = state.ranks.together(plan)
-    alone = state.ranks.world == 1
+    alone = not state.ranks.are_several
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # in this thread, one tensor at a time
     try:
         with planner, warnings.catch_warnings():
@@ -75,7 +75,7 @@ def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.O
 def _make_directory(path: Path) -> None:
     try:
         if (path / METADATA).exists():
-            raise CheckpointError(f"{path} holds a checkpoint already, which DCP replaces file by file; save elsewhere or remove it")
+            raise CheckpointError(f"{path} holds a checkpoint already, and DCP cannot replace one atomically; save elsewhere or remove it")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise failed("the checkpoint's directory cannot be made", path, error) from error
@@ -83,7 +83,7 @@ def _make_directory(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """The place of a box: from element `start` of a chunk's shard on. kind: a moment, or None for the master."""
+    """The source of a box: the elements of a chunk's shard from `start` on. kind: a moment, or None for the master."""
 
     chunk: ChunkInfo
     kind: str | None
@@ -92,7 +92,7 @@ class _Source:
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Offers the boxes of this rank's records, and reads a box when DCP asks for it. A context manager: it holds one record."""
+    """Offers the boxes of this rank's records to DCP, and reads a box when DCP asks. A context manager, because it holds one record."""
 
     def __init__(self, state: TrainingState, *, with_states: bool):
         super().__init__()
@@ -195,7 +195,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
 def _item(fqn: str, kind: WriteItemType, shape, offsets, sizes, dtype: torch.dtype) -> dcp.WriteItem:
     chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    # The properties of a plain tensor in the installed version: 2.15 added strides.
+    # Made by the installed version of torch, because the fields differ: 2.15 added strides.
     properties = TensorProperties.create_from_tensor(torch.empty(shape, dtype=dtype, device="meta"))
     data = TensorWriteData(chunk, properties, torch.Size(shape))
     return dcp.WriteItem(MetadataIndex(fqn, torch.Size(offsets)), kind, tensor_data=data)

@@ -1,11 +1,12 @@
-"""Values of the program's as JSON, and back: what was given as `extra`, schedulers' and generators' states.
+"""Python values as JSON, and back: `extra` of `infinity.save`, and the states of schedulers and random number generators.
 
-Knows Python's plain types, tensors and arrays. Must not know where a value stands in a checkpoint, nor how tensors are kept.
+Knows Python's plain types, tensors and arrays. Must not know the place of a value in a checkpoint, or how tensors are stored.
 
 # [Note: values in JSON]
-# Numbers, strings, true, false, null, lists and objects stand for themselves. Else an object of one key: $float "nan" | "inf" |
-# "-inf"; $tuple [items]; $dict [[key, value], ...] where keys are not strings; $counter the same; $bytes base64; $tensor and
-# $array an index of `tensors`. Subclasses of dict come back as dict, a deque as a list, numpy's numbers as Python's.
+# Numbers, strings, true, false, null, lists and objects stand for themselves. Other values are an object with one key:
+#   $float "nan" | "inf" | "-inf";   $tuple [items];   $bytes base64;   $tensor, $array: an index of the manifest's `tensors`;
+#   $dict [[key, value], ...] if a key is not a string or begins with $;   $counter [[key, value], ...].
+# A subclass of dict is decoded as a dict, a deque as a list, a numpy number as a Python number.
 """
 
 from __future__ import annotations
@@ -22,17 +23,20 @@ import torch
 from infinity.checkpoints.json_text import as_list, as_number
 from infinity.errors import CheckpointError
 
-_MOST_ALIKE = 16  # keys of a dict with one hash
-_MOST_DEEP = 300  # lists and objects inside of each other
-_MOST_BITS = 4096  # of a number
+_MOST_ALIKE = 16  # keys of one dict that have the same hash
+_MOST_DEEP = 300  # levels of nested lists and objects
+_MOST_BITS = 4096  # of an integer
 
 
 def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
-    """A value as JSON has it. put: takes a tensor and returns its index. Raises CheckpointError, naming what cannot be kept."""
+    """Encode a value for JSON. put: stores a tensor and returns the tensor's index. what: the name of the value in messages.
+
+    Raises CheckpointError for a value that a checkpoint cannot hold.
+    """
     try:
         encoded = _encode(value, put, what)
     except RecursionError:
-        raise CheckpointError(f"{what} is nested too deeply, or holds itself") from None
+        raise CheckpointError(f"{what} is nested too deeply, or contains itself") from None
     _check_depth(encoded, what)
     return encoded
 
@@ -41,7 +45,7 @@ def _encode(value, put: Callable[[torch.Tensor], int], what: str):
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise CheckpointError(f"{what}: a number of {value.bit_length()} bits cannot be saved")
+        raise CheckpointError(f"{what}: an integer of {value.bit_length()} bits cannot be saved")
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, float):
@@ -69,16 +73,16 @@ def _encode(value, put: Callable[[torch.Tensor], int], what: str):
             return {key: _encode(item, put, f"{what}[{key!r}]") for key, item in value.items()}
         return {name: [[_encode(key, put, f"{what}: key"), _encode(item, put, f"{what}[{key!r}]")] for key, item in value.items()]}
     raise CheckpointError(
-        f"{what} is of type {type(value).__name__}, which a checkpoint does not hold: give numbers, strings, bytes, tensors, arrays, "
+        f"{what} is of type {type(value).__name__}, which a checkpoint cannot hold: pass numbers, strings, bytes, tensors, arrays, "
         f"and lists, tuples and dicts of these"
     )
 
 
 def decode(value, get: Callable[[int], torch.Tensor]):
-    """What `encode` was given. get: a tensor by its index. Raises CheckpointError for what it did not make."""
+    """Return the value that `encode` received. get: returns a tensor by index. Raises CheckpointError for data not made by `encode`."""
     seen: set[int] = set()
 
-    def once(index: int) -> torch.Tensor:  # else a few bytes could ask for one a million times
+    def once(index: int) -> torch.Tensor:  # otherwise a few bytes of JSON could read one tensor a million times
         if index in seen:
             raise CheckpointError(f"small tensor {index} stands for two values")
         seen.add(index)
@@ -92,18 +96,18 @@ def decode(value, get: Callable[[int], torch.Tensor]):
 
 
 def _check_depth(value, what: str) -> None:
-    """Refuse, as it lies in JSON, what the interpreter may have no stack for: how deep that is differs by version and caller."""
+    """Raise CheckpointError for encoded data so deep that Python's stack may overflow. That depth differs by Python version and caller."""
     level = [value]
     for _ in range(_MOST_DEEP):
         inside = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = [item for items in inside for item in items]
         if not level:
             return
-    raise CheckpointError(f"{what} is nested more than {_MOST_DEEP} deep")
+    raise CheckpointError(f"{what} is nested more than {_MOST_DEEP} levels deep")
 
 
 def _check_keys(keys: Iterable, what: str) -> None:
-    """Refuse keys that were made to collide, such as multiples of 2**61 - 1: a dict of n of them takes n * n / 2 comparisons."""
+    """Refuse keys with colliding hashes, such as multiples of 2**61 - 1: a dict of n such keys needs n * n / 2 comparisons."""
     alike = collections.Counter(map(hash, keys))
     if alike and max(alike.values()) > _MOST_ALIKE:
         raise CheckpointError(f"{what}: more than {_MOST_ALIKE} keys of a dict have the same hash; give a list of pairs")

@@ -1,15 +1,16 @@
-"""A checkpoint's directory and files: made so that a checkpoint is the old one or the new one, whole.
+"""A checkpoint's directory and files: a new checkpoint replaces the old one atomically.
 
-Knows directories, names, syncs and which record lies in which file. Must not know engines, records' bytes or torch.distributed: how
-many ranks share the work is told. What the files hold is [Note: the format of a checkpoint] in manifest.py.
+Knows directories, names, fsync, and the file of each record. Must not know engines, the bytes of records or torch.distributed: the caller
+gives the number of ranks. [Note: the format of a checkpoint] in manifest.py describes the files.
 
 # [Note: old or new]
-# Rank 0 locks the directory, fsyncs those that lead to it, and makes a new folder in it; each rank makes its files there, at their full
-# size, writes and fsyncs them. When all have, rank 0 fsyncs the folder and the directory, writes the manifest aside, fsyncs it, and
-# renames it over the old one: the one moment at which the new checkpoint is there. Then the old folder goes. Whatever fails before, also
-# an fsync, which is never tried again, ends that checkpoint and leaves the old one; the folder that a killed process leaves goes with
-# the next checkpoint.
-# What is made is its owner's alone, as swap is: files 0600, directories 0700, but for a directory that was there.
+# At any moment the directory holds the complete old checkpoint or the complete new one:
+#   1. Rank 0 locks the directory, fsyncs its parent directories, and makes a new folder in the directory.
+#   2. Each rank makes its files in this folder at full size, writes them and fsyncs them.
+#   3. After all ranks, rank 0 fsyncs the folder and the directory, writes the manifest to a temporary file and fsyncs that file.
+#   4. Rank 0 renames the temporary file over the old manifest. The rename replaces the checkpoint. Then rank 0 removes the old folder.
+# An error before the rename ends the new checkpoint and keeps the old one. This includes a failed fsync, which is never retried. The
+# next save removes the folder of a killed process. Files have mode 0600, new directories 0700, as swap files have.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from infinity.plan.record import Record
 from infinity.sizes import format_bytes
 from infinity.system.drives import Drive
 
-FILE_NBYTES = 1 << 30  # about: what has not changed since the last checkpoint is linked file by file
-SLACK_NBYTES = 1 << 20  # for the manifest and the filesystem's own
-QUEUE = Drive(inflight_write_nbytes=8 << 20)  # nobody waits for reads behind these writes
+FILE_NBYTES = 1 << 30  # approximate size of a file: an unchanged file is linked from the last checkpoint as a whole
+SLACK_NBYTES = 1 << 20  # free space for the manifest and the filesystem's metadata
+QUEUE = Drive(inflight_write_nbytes=8 << 20)  # no read waits behind these writes
 _TEMPORARY = ".manifest.new"
 
-_BEFORE_ONE = "a program that starts before its first checkpoint is whole gets None from infinity.latest(path)"
+_BEFORE_ONE = "infinity.latest(path) returns None before the first checkpoint is complete"
 
 Progress = Callable[[int, int], None]  # called with (done, total), in bytes
 
@@ -54,7 +55,7 @@ REMEDIES = {
 
 
 def lay_out(records: Sequence[Record], trainable: Sequence[bool], rank: int) -> tuple[list[File], list[tuple[int, int]]]:
-    """The files of one rank's records, and (file, offset) of each. Frozen and trainable ones lie apart."""
+    """The files of one rank, and (file, offset in bytes) of each record. Frozen and trainable records have separate files."""
     sizes: list[int] = []
     places: list[tuple[int, int]] = []
     filling: dict[bool, int] = {}
@@ -69,7 +70,7 @@ def lay_out(records: Sequence[Record], trainable: Sequence[bool], rank: int) -> 
 
 
 def lay_out_all(manifest: Manifest) -> tuple[list[File], list[list[tuple[int, int]]]]:
-    """The files of all ranks' records, and (file, offset) of each, by chunk and rank. The manifest has neither yet."""
+    """The files of all ranks, and (file, offset in bytes) of each record, by chunk and rank. The manifest still lacks both."""
     files: list[File] = []
     places: list[list[tuple[int, int]]] = [[] for _ in manifest.chunks]
     for rank in range(manifest.world):
@@ -82,13 +83,13 @@ def lay_out_all(manifest: Manifest) -> tuple[list[File], list[list[tuple[int, in
 
 
 class Directory:
-    """A checkpoint's directory while a new checkpoint is made in it, by rank 0. Raises CheckpointError or SwapError.
+    """A checkpoint's directory while rank 0 makes a new checkpoint. Raises CheckpointError or SwapError.
 
-    Making one locks the directory, removes what killed processes left, and makes the new folder.
+    The constructor locks the directory, removes folders that killed processes left, and makes the new folder.
     """
 
     def __init__(self, path: Path):
-        self.path = path = path.absolute()  # the program may go elsewhere
+        self.path = path = path.absolute()  # the program may change its working directory
         self._fd = -1
         self.folder = f"data-{os.urandom(6).hex()}"
         self._is_new = not path.exists()
@@ -108,8 +109,8 @@ class Directory:
 
     def _claim(self) -> None:
         self.path.mkdir(mode=0o700, exist_ok=True)
-        for parent in ancestors(self.path):  # who made the directory, just now or before, may not have brought it to the disk
-            with contextlib.suppress(PermissionError):  # where it may not be read
+        for parent in ancestors(self.path):  # the entry of a new directory may not be on the disk yet, whoever made the directory
+            with contextlib.suppress(PermissionError):  # a parent may not be readable
                 sync_directory(parent)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,22 +118,22 @@ class Directory:
         os.mkdir(self.path / self.folder, 0o700)
 
     def check_space(self, nbytes: int) -> None:
-        """Raise CheckpointError if so many bytes have no room there."""
+        """Raise CheckpointError if the filesystem has no room for `nbytes`."""
         status = os.fstatvfs(self._fd)
         available = status.f_bavail * status.f_frsize
         if nbytes + SLACK_NBYTES > available:
             raise CheckpointError(
                 f"{self.path}: the checkpoint needs {nbytes + SLACK_NBYTES:,} bytes and {available:,} are available; free space there or "
-                f"save elsewhere. (A checkpoint that is replaced goes only when the new one is whole.)"
+                f"save elsewhere. (The old checkpoint is removed only when the new one is complete.)"
             )
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the folder, whose files are on the disk, the checkpoint; see [Note: old or new]."""
+        """Replace the old checkpoint by the new folder; see [Note: old or new]. All files of the folder have been fsynced."""
         try:
             for path in (self.path / self.folder, self.path):
                 sync_directory(path)
             data = manifest.to_json()
-            manifest_from_json(data, str(self.path / manifests.NAME))  # what could not be read again must not take a place
+            manifest_from_json(data, str(self.path / manifests.NAME))  # an unreadable manifest must not replace a readable one
             new = self.path / _TEMPORARY
             write_whole(new, [data], os.O_TRUNC)
             os.rename(new, self.path / manifests.NAME)
@@ -144,15 +145,15 @@ class Directory:
             raise failed("the checkpoint could not be completed", self.path, error) from error
         try:
             os.fsync(self._fd)
-        except OSError as error:  # whether the old or the new one is there after a crash now is unknown: both stay
+        except OSError as error:  # after a crash the manifest may be the old or the new one: both folders stay
             self.close()
-            raise failed("the checkpoint is there, but may not outlive a crash of the machine", self.path, error) from error
+            raise failed("the checkpoint was written, but may be lost in a crash of the machine", self.path, error) from error
         with contextlib.suppress(OSError):
             self._remove_folders(keep=self.folder)
         self.close()
 
     def abort(self) -> None:
-        """Leave the checkpoint that was there, if any. Idempotent."""
+        """Remove the new folder and keep the old checkpoint, if any. Idempotent."""
         if self._fd >= 0:
             shutil.rmtree(self.path / self.folder, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ class Directory:
     def close(self) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # also for children forked meanwhile
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked child shares the lock, so a close alone would not release it
             os.close(self._fd)
             self._fd = -1
 
@@ -176,7 +177,7 @@ class Directory:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The checkpoint's manifest, checked. Raises CheckpointError if there is none, or none that can be believed."""
+    """Read and check the checkpoint's manifest. Raises CheckpointError if the manifest is missing or not valid."""
     where = path / manifests.NAME
     try:
         fd = os.open(where, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -187,7 +188,7 @@ def read_manifest(path: Path) -> Manifest:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size > manifests.LARGEST_NBYTES:
         os.close(fd)
-        raise CheckpointError(f"{where} is no file of at most {format_bytes(manifests.LARGEST_NBYTES)}")
+        raise CheckpointError(f"{where}: expected a file of at most {format_bytes(manifests.LARGEST_NBYTES)}")
     with open(fd, "rb") as file:
         data = file.read(status.st_size + 1)
     return manifest_from_json(data, str(where))
@@ -195,17 +196,17 @@ def read_manifest(path: Path) -> Manifest:
 
 def _why_none(path: Path) -> str:
     if not path.is_dir():
-        return f"{path} is no directory: name that of a checkpoint; {_BEFORE_ONE}"
+        return f"{path} is not a directory: name the directory of a checkpoint; {_BEFORE_ONE}"
     names = os.listdir(path)
     if any(manifests.FOLDER_NAME.fullmatch(name) for name in names):
-        return f"{path} holds no checkpoint: its first save was interrupted, or is under way. Training may begin anew; {_BEFORE_ONE}"
+        return f"{path} holds no checkpoint: its first save was interrupted, or is under way. Training may start anew; {_BEFORE_ONE}"
     inside = sorted(name for name in names if (path / name / manifests.NAME).is_file())
     hint = f"did you mean {path / inside[-1]}?" if inside else _BEFORE_ONE
     return f"{path} holds no checkpoint: there is no {manifests.NAME}; {hint}"
 
 
 def _current_folder(path: Path) -> str | None:
-    """Of the checkpoint that is there; a manifest that cannot be read protects whatever it may name."""
+    """The folder of the current checkpoint, or None. Raises CheckpointError for an unreadable manifest: its folder must not be removed."""
     if not os.path.lexists(path / manifests.NAME):
         return None
     try:
@@ -215,7 +216,7 @@ def _current_folder(path: Path) -> str | None:
 
 
 def write_whole(path: Path, parts: Iterable, flags: int) -> None:
-    """Make a file of the owner's alone, of these bytes, on the disk. flags: of open, beside those of any file here."""
+    """Write and fsync a file of mode 0600. parts: buffers of bytes. flags: for os.open, added to the flags of all files."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), "wb") as file:
         for part in parts:
             file.write(part)
@@ -224,7 +225,7 @@ def write_whole(path: Path, parts: Iterable, flags: int) -> None:
 
 
 def ancestors(path: Path) -> list[Path]:
-    """The directories that lead to a directory, on its filesystem."""
+    """The parent directories of a directory, on the same filesystem."""
     path = path.resolve()
     device = path.stat().st_dev
     return list(itertools.takewhile(lambda parent: parent.stat().st_dev == device, path.parents))
@@ -244,7 +245,7 @@ def failed(text: str, path, error: OSError) -> SwapError:
 
 
 def open_direct(fd: int, path, flags: int, dir_fd: int | None = None) -> int:
-    """The file opened once more, past the page cache, if that works there; else as it is."""
+    """Reopen the file with O_DIRECT (no page cache) and close `fd`. Returns `fd` itself if the filesystem lacks direct I/O."""
     try:
         direct = os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     except OSError as error:

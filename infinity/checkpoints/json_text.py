@@ -1,14 +1,14 @@
-"""JSON from strangers, read one value at a time and within bounds.
+"""A reader of untrusted JSON, one value at a time, with bounded memory.
 
-Knows JSON's text, and how much memory is made of it. Must not know what it says.
+Knows JSON text, and how much memory the parsed objects take. Must not know the meaning of the values.
 
-# [Note: nothing is made of JSON before it is known to be small]
-# JSON of a few bytes may take fifty times as much memory as objects. So no more than a window of the text is made into objects at once,
-# which are checked and kept in a compact form before the next; longer values must fit into a budget by a count of their brackets and
-# commas. What lists many things takes each from a budget, too.
+# [Note: bounded memory for JSON]
+# Parsed JSON may take fifty times as much memory as its text. Therefore the reader parses at most one window of the text at a time. The
+# caller checks the objects and keeps them in a compact form before the next window. For a longer value, the count of brackets and commas
+# gives an upper bound of its memory, and this bound must fit into a budget. The caller also takes each entry of a long list from a budget.
 #
-# The lists and dicts of JSON form no cycles, yet each of them brings the next run of Python's cyclic collector nearer. A run may visit
-# every object of the process. These runs took up to nine tenths of the time of a read, so a read pauses the collector
+# The lists and dicts of JSON form no cycles, but each new one brings the next run of Python's cyclic garbage collector nearer. A run may
+# visit all objects of the process. These runs took up to 90 % of the time of a read. Therefore a read pauses the collector
 # (`without_collections`).
 """
 
@@ -23,16 +23,16 @@ from collections.abc import Callable, Iterator
 
 from infinity.errors import CheckpointError
 
-LARGEST = 1 << 62  # of any number of elements or bytes
-_WINDOW_NBYTES = 1 << 16  # of text, for most values
-_MOST_NBYTES = 1 << 18  # of text, for one entry
+LARGEST = 1 << 62  # the largest valid count of elements or bytes
+_WINDOW_NBYTES = 1 << 16  # bytes of text that are parsed at once, enough for most values
+_MOST_NBYTES = 1 << 18  # bytes of text of one value that has no budget
 _SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN_KEY = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:')  # nearly every key; one match is fastest
+_PLAIN_KEY = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:')  # nearly all keys; one match is the fastest way
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Pause Python's cyclic collector, if it runs, for all threads; see [Note: nothing is made of JSON before it is known to be small]."""
+    """Pause Python's cyclic garbage collector for all threads, if enabled; see [Note: bounded memory for JSON]."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,7 +43,7 @@ def without_collections() -> Iterator[None]:
 
 
 class Budget:
-    """What may be made of a text, in bytes of memory. `what` and `remedy` are for who hears that it was not enough."""
+    """The memory that parsed objects may take, in bytes. `what` and `remedy` are parts of the error message."""
 
     def __init__(self, nbytes: int, what: str, remedy: str):
         self.left = self.nbytes = nbytes
@@ -55,40 +55,40 @@ class Budget:
             raise self.exceeded()
 
     def rest(self) -> Budget:
-        """As much as is left, for what does not stay."""
+        """A new budget with the bytes that are left, for temporary objects."""
         part = Budget(self.nbytes, self.what, self.remedy)
         part.left = self.left
         return part
 
     def exceeded(self) -> CheckpointError:
-        return CheckpointError(f"{self.what} would take more than {self.nbytes >> 20} MiB of memory when it is read; {self.remedy}")
+        return CheckpointError(f"{self.what} would take more than {self.nbytes >> 20} MiB of memory to read; {self.remedy}")
 
 
 class Text:
-    """JSON, read one value at a time; see [Note: nothing is made of JSON before it is known to be small]."""
+    """A JSON text, read one value at a time; see [Note: bounded memory for JSON]. Raises ValueError for invalid JSON."""
 
     def __init__(self, body: memoryview, is_open: bool = False):
-        """is_open: its last brace is missing."""
+        """is_open: the last brace of the text is missing."""
         self._body, self._base, self._at, self._is_open = body, 0, 0, is_open
         self._window = ""
         self._scan = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).scan_once
         self._refill(_WINDOW_NBYTES)
 
     def members(self) -> Iterator[str]:
-        """The keys of an object; after each, its value must be read."""
+        """Yield the keys of an object. The caller reads the value of a key before the next key."""
         return self._inside("{", "}", self._key)
 
     def items(self) -> Iterator[None]:
-        """As often as a list has items; each time, one must be read."""
+        """Yield None once for each item of a list. Each time, the caller reads one value."""
         return self._inside("[", "]", lambda: None)
 
     def value(self, budget: Budget | None = None, texts_are_free: bool = False):
-        """The next value, of at most 256 KiB of text, or within a budget. texts_are_free: they take no more than the file."""
+        """Parse the next value: at most 256 KiB of text, or within a budget. texts_are_free: the budget counts no characters of text."""
         self._next()
         while True:
             try:
                 found, end = self._scan(self._window, self._at)
-                if end < len(self._window) or self._is_last:  # else a number may go on
+                if end < len(self._window) or self._is_last:  # a number at the end of the window may continue behind the window
                     break
             except (StopIteration, ValueError) as error:
                 if self._is_last:
@@ -103,27 +103,27 @@ class Text:
         return found
 
     def peek(self) -> str:
-        """The first character of what comes next."""
+        """The first character of the next value."""
         return self._next()
 
     def end(self) -> None:
-        """Raises ValueError unless all has been read."""
+        """Raise ValueError unless the text ends here."""
         if self._next():
-            raise ValueError(f"more behind the object, at byte {self._base + self._at}")
+            raise ValueError(f"expected the end of the text at byte {self._base + self._at}")
 
     @property
     def _is_last(self) -> bool:
         return self._base + self._window_nbytes == len(self._body)
 
     def _refill(self, nbytes: int) -> None:
-        """Look at the bytes from here on."""
+        """Move the window to the current position. nbytes: of the new window."""
         self._base += self._at if self._window.isascii() else len(self._window[: self._at].encode())
         self._at = 0
         part = self._body[self._base : self._base + nbytes]
         self._window, self._window_nbytes = codecs.utf_8_decode(part, "strict", self._base + nbytes >= len(self._body))
 
     def _next(self) -> str:
-        """The next character that is no space, or nothing at the end."""
+        """Skip white space and return the next character, or "" at the end of the text."""
         while True:
             if (found := self._window[self._at : self._at + 1]) and found not in " \t\n\r":
                 return found
@@ -146,7 +146,7 @@ class Text:
 
     def _inside(self, opening: str, closing: str, begin: Callable) -> Iterator:
         if self._next() != opening:
-            raise ValueError(f"what begins at byte {self._base + self._at} is not a JSON {'object' if opening == '{' else 'list'}")
+            raise ValueError(f"at byte {self._base + self._at}: expected a JSON {'object' if opening == '{' else 'list'}")
         self._at += 1
         if self._next() == closing:
             self._at += 1
@@ -164,12 +164,12 @@ class Text:
 
 
 def cost(text: str) -> int:
-    """At most so many bytes of memory are taken by what JSON makes of a text."""
+    """An upper bound of the memory that the parsed JSON text takes, in bytes."""
     nodes = 72 * text.count("[") + 240 * text.count("{") + 40 * text.count(",") + 32 * text.count('"')
     return nodes + len(text) * (4 if "\\u" in text or not text.isascii() else 1)
 
 
-# What a value must be. Each raises CheckpointError, which names `what` it was read for.
+# Checks of a value. Each raises CheckpointError if the check fails. `what`: the name of the value in the message.
 
 
 def as_number(value, what: str, least: int = 0, most: int = LARGEST) -> int:

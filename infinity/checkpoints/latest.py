@@ -1,6 +1,6 @@
-"""The checkpoint from which a restarted program goes on: `infinity.latest`.
+"""The search for the checkpoint from which a restarted program continues: `infinity.latest`.
 
-Knows directories and whether a checkpoint is whole. Must not know engines, or the values in a checkpoint.
+Knows directories, and whether a checkpoint is complete. Must not know engines, or the values in a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from infinity.system.ranks import Ranks
 
 
 def latest(path: str | os.PathLike) -> Path | None:
-    """Return the directory of the newest whole checkpoint, or None if there is none. `infinity.load` takes the result.
+    """Return the directory of the newest complete checkpoint, or None. `infinity.load` takes the result.
 
-    path: a checkpoint's directory, or a directory that holds such directories. The path need not exist. The newest checkpoint has the
-    largest optimizer step; if steps are equal, its manifest was written last. A save that was interrupted leaves the checkpoint before
-    it, or none: training begins anew then. Only manifests and file sizes are read; `infinity.load` finds damaged bytes.
-    With several ranks, call it on all ranks after `torch.distributed.init_process_group`. Rank 0 looks, and all ranks return its result.
+    path: a checkpoint's directory, or a directory that holds checkpoints' directories. The path may be missing. The newest checkpoint has
+    the largest optimizer step. Among equal steps, the newest has the manifest that was written last. An interrupted save leaves the previous
+    checkpoint; if there is none, the result is None. The function reads only manifests and file sizes; `infinity.load` finds damaged bytes.
+    With several ranks, call latest on all ranks after `torch.distributed.init_process_group`. Rank 0 searches, and all ranks return the
+    result of rank 0.
 
-    Raises CheckpointError if the newest checkpoint was whole and is damaged now, OSError if a directory cannot be read.
+    Raises CheckpointError if the newest checkpoint was complete and is damaged now, OSError if a directory cannot be read.
     """
     path = checked_path(path)
     with Ranks(torch.device("cpu")).joined() as ranks:
-        found = ranks.together(lambda: _newest(path) if ranks.rank == 0 else None)
+        found = ranks.together(lambda: _newest(path) if ranks.is_first else None)
         name = ranks.exchange(b"" if found is None else os.fsencode(found))[0]
     return Path(os.fsdecode(name)) if name else None
 
@@ -61,15 +62,15 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _age(path: Path) -> tuple[int, int]:
-    """The later a checkpoint, the larger."""
+    """A sort key: (optimizer step, time of the manifest in ns), larger for newer checkpoints."""
     with _remedy(path):
         return read_manifest(path).step, os.lstat(path / manifests.NAME).st_mtime_ns
 
 
 @contextlib.contextmanager
 def _remedy(path: Path):
-    """A damaged checkpoint is not passed over: the program would lose steps without a word."""
+    """Add a remedy to a CheckpointError. A damaged checkpoint is not skipped, because the program would lose steps silently."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; move {path} away to go on from an earlier checkpoint, or to begin anew") from None
+        raise CheckpointError(f"{error}; move {path} away to continue from an earlier checkpoint, or to start anew") from None

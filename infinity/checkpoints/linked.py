@@ -1,16 +1,16 @@
-"""Files of the last checkpoint that a new checkpoint may share, and the files among them that are read again.
+"""Files of the last checkpoint that a new checkpoint may share by hard links, and the check of these files.
 
-Knows the content of an engine's last checkpoint, and the versions of its records. Must not know which thread reads or writes, or when
-(save.py).
+Knows the content of an engine's last checkpoint, and the versions of the engine's records. Must not know which thread reads or writes, or
+when (save.py).
 
-# [Note: what is linked]
+# [Note: linked files]
 # If no record of a file has changed since the last checkpoint on the same filesystem, the new checkpoint links the file. One inode then
-# belongs to several checkpoints, and damage of the inode damages all of them. Therefore
-#   - a thread reads linked files and compares their checksums, while others write. It reads as many bytes as the save writes, and at least
-#     CHECK_NBYTES. Files that were not read for the longest time come first. Each file is read at least once in CHECK_EVERY saves. If the
-#     checksums of a file differ, the engine, which still has the records, writes the file anew, and a warning names it.
-#   - each file is written anew once in RENEW_EVERY saves, in turn. So at most RENEW_EVERY checkpoints share one inode.
-# If a record of a linked file is about to change before the file was read, the snapshot copies the record, and the file is written.
+# belongs to several checkpoints, and damage of the inode damages all of them. Two rules limit this damage:
+#   - During a save, one thread reads linked files and compares their checksums. The thread reads as many bytes as the save writes, and at
+#     least CHECK_NBYTES. Files that were not read for the longest time come first. Each file is read at least once in CHECK_EVERY saves. If
+#     checksums differ, the save writes the file again from the engine's records, and a warning names the damaged file.
+#   - Each file is written again once in RENEW_EVERY saves, in turn. Thus at most RENEW_EVERY checkpoints share one inode.
+# If a record of an unread linked file is about to change, the snapshot copies the record, and the save writes the file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from infinity.plan.record import Record
 from infinity.system.arena import PAGE_NBYTES
 from infinity.system.staging_buffers import StagingBuffers
 
-CHECK_NBYTES = 4 << 30  # that each save reads of linked files: a few seconds of one drive
+CHECK_NBYTES = 4 << 30  # least bytes of linked files that a save reads: a few seconds of one drive
 CHECK_EVERY = 4
 RENEW_EVERY = 8
 
 
 @dataclass(frozen=True)
 class Linked:
-    """A file of an earlier checkpoint that has the bytes of a file of the new one.
+    """A file of an earlier checkpoint with the bytes of a file of the new checkpoint.
 
-    crcs: the checksums of its records, by chunk. age: the number of saves since the file was read.
+    crcs: checksums of the file's records, by chunk. age: number of saves since the file was read.
     """
 
     path: Path
@@ -47,9 +47,9 @@ class Linked:
 
 @dataclass(frozen=True)
 class LastSave:
-    """This rank's part of the last checkpoint: its files, and the checksums and versions of its records, by chunk.
+    """This rank's part of the last checkpoint. crcs, versions: of this rank's records, by chunk.
 
-    number: of checkpoints that this engine had saved before. ages: the number of saves since each file was written or read.
+    number: the engine's count of earlier checkpoints. ages: number of saves since each file was written or read.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class LastSave:
 def unchanged(
     last: LastSave | None, number: int, versions: Sequence[int], files: list[File], places: Sequence[tuple[int, int]], root: Path
 ) -> dict[int, Linked]:
-    """The files of the last checkpoint, by index, that the new checkpoint of this number may link. versions, places: by chunk."""
+    """The files of the last checkpoint that the new checkpoint may link, by index. number: of the new one. versions, places: by chunk."""
     if last is None or [file.nbytes for file in last.files] != [file.nbytes for file in files]:
         return {}
     inside: dict[int, list[int]] = {}
@@ -80,7 +80,7 @@ def unchanged(
 
 
 def to_read(linked: dict[int, Linked], files: list[File]) -> list[int]:
-    """The linked files that are read again, in this order."""
+    """The indices of the linked files that this save reads, in this order."""
     left = max(sum(file.nbytes for index, file in enumerate(files) if index not in linked), CHECK_NBYTES)
     found = []
     for index in sorted(linked, key=lambda index: -linked[index].age):
@@ -91,7 +91,7 @@ def to_read(linked: dict[int, Linked], files: list[File]) -> list[int]:
 
 
 def is_whole(index: int, record: Record, crcs: tuple[int, ...], writer: Writer, buffers: StagingBuffers) -> bool:
-    """Whether the record of chunk `index`, in a linked file, has these checksums, and zeros behind each segment.
+    """Whether the record of chunk `index` in a linked file has these checksums, and zeros behind each segment.
 
     Raises the errors of `StagingBuffers.take`.
     """

@@ -4,8 +4,9 @@ Knows which values of a checkpoint make up each record of an engine. Must not kn
 are saved (save.py).
 
 # [Note: another world size]
-# If ranks, chunks and tiles are equal to those of the checkpoint, each record is read in one piece into its place. Otherwise each shard is
-# put together from pieces of saved records, whose checksums are compared first. A few of these records are in memory at a time.
+# If the engine has the ranks, chunks and tiles of the checkpoint, the loader reads each record in one piece into its place. Otherwise the
+# loader assembles each shard from pieces of saved records, and compares the checksums of these records first. A few saved records are in
+# memory at a time.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def load(
 ) -> Loaded:
     """Bring a model and its optimizer to the state of a checkpoint.
 
-    The checkpoint may be from another number of ranks, with other chunks and tiers, and with layers in other tiles of rows. Make the
-    optimizer before this call, because the call starts the engine. Call it on all ranks. It runs no code from the checkpoint.
-    Without an optimizer, weights, masters and buffers are loaded, and moments begin anew. The states of random number generators are set
-    if the number of ranks is that of the checkpoint. progress(done, total) is called in bytes of this rank.
+    The checkpoint may have another number of ranks, other chunks and tiers, and layers in other tiles of rows. Make the optimizer before
+    this call, because the call starts the engine. Call load on all ranks. The call runs no code from the checkpoint.
+    Without an optimizer, weights, masters and buffers are loaded, and moments start at zero. The states of random number generators are set
+    if the number of ranks equals that of the checkpoint. progress(done, total) counts bytes of this rank.
 
-    Raises CheckpointError for a checkpoint that is missing, damaged or of another model; the message names the difference or the place of
-    the damage. If the error comes before the first byte has changed, the model stays as it is. After a later error, load again.
+    Raises CheckpointError for a checkpoint that is missing, damaged or from another model. The message names the differences or the
+    damaged file. If the error comes before the first byte has changed, the model is unchanged. After a later error, load again.
     """
     state = training_state_of(model)
     with state.turn, state.ranks.at("infinity.load"):
@@ -62,14 +63,14 @@ def load(
 
 
 def _follow(reference: dict, model: nn.Module, optimizer) -> None:
-    """Load the checkpoint that a state_dict refers to. Raises CheckpointError if it has gone, or another one was saved in its place."""
+    """Load the checkpoint that a state_dict refers to. Raises CheckpointError if another checkpoint has replaced this checkpoint."""
     path = reference["checkpoint"]
 
     def check() -> None:
         if read_manifest(Path(path)).folder != reference["folder"]:
             raise CheckpointError(
-                f"{path} is not the checkpoint that the state_dict refers to: another one has been saved there since; load it by "
-                f"infinity.load, or keep one folder a checkpoint"
+                f"{path} is not the checkpoint that the state_dict refers to: a later save has replaced it; load the new one with "
+                f"infinity.load, or save each checkpoint in a directory of its own"
             )
 
     training_state_of(model).ranks.together(check)
@@ -89,7 +90,7 @@ def _load(state: TrainingState, path: str | os.PathLike, optimizer, scheduler, p
             raise CheckpointError(f"{path}: the ranks read different checkpoints; all must see the same directory")
         with state.loading():
             state.ranks.together(lambda: loading.run(progress, shield))
-        if optimizer is not None:  # without an optimizer, moments begin anew
+        if optimizer is not None:  # without an optimizer, the moments are not those of the checkpoint
             state.optimizer.refer_to({"checkpoint": os.path.abspath(path), "folder": checkpoint.manifest.folder})
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
@@ -99,7 +100,7 @@ def _load(state: TrainingState, path: str | os.PathLike, optimizer, scheduler, p
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of `load`: the number of optimizer steps, the `extra` of `save`, and the number of ranks that saved the checkpoint."""
+    """The result of `load`. step: number of optimizer steps. extra: as given to `save`. world: number of ranks that saved."""
 
     step: int
     extra: object
@@ -107,7 +108,7 @@ class Loaded:
 
 
 class _Load:
-    """Fills the records of an engine from a checkpoint. Raises CheckpointError, before any change, if the two do not match."""
+    """Fills the records of an engine from a checkpoint. Raises CheckpointError, before any change, if model and checkpoint differ."""
 
     def __init__(self, state: TrainingState, checkpoint: Checkpoint, optimizer, scheduler):
         self.state = state
@@ -147,12 +148,12 @@ class _Load:
             self._set_rest()
         except CheckpointError:
             raise
-        except Exception as error:  # an error of the program's own code, of any type
+        except Exception as error:  # the program's own code may raise any type
             what = f"a buffer, an extra state or the scheduler did not take its state ({type(error).__name__}: {error})"
-            remedy = "load into a model and a scheduler that were made as those were"
+            remedy = "load into a model and a scheduler made like those that were saved"
             raise CheckpointError(f"{self.checkpoint.path}: {what}; {remedy}") from error
 
-    # Does it fit?
+    # Checks before any change.
 
     def _match_parameters(self) -> None:
         manifest = self.manifest
@@ -160,16 +161,16 @@ class _Load:
         for index, parameter in enumerate(manifest.parameters):
             saved.setdefault(parameter.canonical.name, []).append((parameter.canonical, index))
         wanted = {parameter.canonical.name for parameter in self.parameters}
-        for name in [name for name in saved if name not in wanted]:  # a tied parameter: another of its names comes first in this model
+        for name in [name for name in saved if name not in wanted]:  # a tied parameter may have another first name in this model
             other = next((alias for alias, first in manifest.aliases.items() if first == name and alias in wanted), None)
             if other is not None:
                 saved[other] = saved.pop(name)
-        cast: dict[tuple[str, ...], list[str]] = {}  # names by the dtypes there and here
+        cast: dict[tuple[str, ...], list[str]] = {}  # parameter names by (dtypes in the checkpoint, dtype in the engine)
         missing = sorted(wanted - saved.keys())
         unexpected = sorted(saved.keys() - wanted)
         self._wrong += [f"missing in the checkpoint: {listed(missing)}"] if missing else []
         self._wrong += [f"unknown to the model: {listed(unexpected)}"] if unexpected else []
-        self._sources: list[list[tuple[int, int, int]]] = []  # by parameter: (start in the whole parameter, saved parameter, numel)
+        self._sources: list[list[tuple[int, int, int]]] = []  # per parameter: [(start in the whole parameter, saved parameter, numel)]
         for parameter in self.parameters:
             whole = parameter.canonical
             found = saved.get(whole.name, [])
@@ -177,7 +178,7 @@ class _Load:
             if dtype - {own}:
                 cast.setdefault((*dtype, own), []).append(whole.name)
             if found and found[0][0].shape != whole.shape:
-                self._wrong.append(f"{whole.name} has shape {list(found[0][0].shape)} there and {list(whole.shape)} here")
+                self._wrong.append(f"{whole.name} has shape {list(found[0][0].shape)} in the checkpoint and {list(whole.shape)} in the model")
                 found = []
             same = [index for box, index in found if box.begin == whole.begin and manifest.parameters[index].shape == parameter.shape]
             if same:
@@ -186,19 +187,19 @@ class _Load:
                 rows = sorted((manifest.parameters[i].begin, i, manifest.parameters[i].numel) for _, i in found)
                 ends = [0, *(begin + numel for begin, _, numel in rows)]
                 if [begin for begin, _, _ in rows] + [math.prod(whole.shape)] != ends and found:
-                    self._wrong.append(f"{whole.name} lacks rows there, or has some twice")
+                    self._wrong.append(f"{whole.name} in the checkpoint lacks rows, or has rows twice")
                 self._sources.append(rows)
             else:
-                self._wrong.append(f"{whole.name} is cut into other tiles along in_features; export it to safetensors and load these")
+                self._wrong.append(f"{whole.name} has other tiles along in_features; export the checkpoint to safetensors and load these files")
                 self._sources.append([])
 
         for (*there, here), names in cast.items():
-            which = "it" if len(names) == len(wanted) else listed(names)
+            which = "the model" if len(names) == len(wanted) else listed(names)
             there = " and ".join(map(repr, there))
-            self._wrong.append(f"{which} was saved with dtype={there}, this is {here!r}: export it to safetensors and load these")
+            self._wrong.append(f"{which} was saved with dtype={there}, expected {here!r}: export to safetensors and load these files")
 
     def dtype_of(self, parameter: Parameter) -> str:
-        """The storage of a parameter of the engine, by name."""
+        """The name of the storage of a parameter of the engine."""
         return parameter.dtype or self.state.layout.main_storage
 
     def _match_optimizer(self) -> None:
@@ -206,33 +207,33 @@ class _Load:
         if manifest.moments != state.moments or manifest.moments_dtype != state.config.optimizer_state_dtype:
             pairs = (state.moments, state.config.optimizer_state_dtype), (manifest.moments, manifest.moments_dtype)
             here, there = (f"{', '.join(moments) or 'none'} in {dtype}" for moments, dtype in pairs)
-            self._wrong.append(f"the optimizer has moments {here}, there are {there}; load without the optimizer to begin anew")
+            self._wrong.append(f"the optimizer has moments {here}, the checkpoint has {there}; load without the optimizer to reset moments")
             return
         if manifest.optimizer is None:
-            self._wrong.append("it was saved without an optimizer; load without one to begin anew")
+            self._wrong.append("the checkpoint has no optimizer state; load without the optimizer, and moments start at zero")
             return
         here, there = type(state.optimizer.rule).__name__, manifest.optimizer.get("rule")
         if there != here:
-            self._wrong.append(f"it was saved by {there}, this is {here}; load without the optimizer to begin anew")
+            self._wrong.append(f"the checkpoint was saved by {there}, expected {here}; load without the optimizer to reset the moments")
         self._groups = self._decoded_list(manifest.optimizer.get("groups"))
         num_groups = len(state.optimizer.param_groups)
         if len(self._groups) != num_groups:
-            self._wrong.append(f"{len(self._groups)} parameter groups there, {num_groups} here")
+            self._wrong.append(f"{len(self._groups)} parameter groups in the checkpoint, {num_groups} in the optimizer")
         for index, (group, found) in enumerate(zip(state.optimizer.param_groups, self._groups)):
             try:
                 if not isinstance(found, dict) or "params" in found or not all(isinstance(name, str) for name in found):
-                    raise ConfigError("they are no hyper-parameters")
+                    raise ConfigError("expected a dict of hyper-parameters")
                 state.optimizer.hyper_parameters({**group, **found})
             except ConfigError as error:
-                self._wrong.append(f"parameter group {index} there: {error}")
+                self._wrong.append(f"parameter group {index} of the checkpoint: {error}")
         for here, sources in zip(self.parameters, self._sources):
             if not sources:
                 continue
             there = manifest.parameters[sources[0][1]]
             if there.trainable != here.trainable:
-                self._wrong.append(f"{here.name} is {'trained' if there.trainable else 'frozen'} there and not here")
+                self._wrong.append(f"{here.name} is {'trained' if there.trainable else 'frozen'} in the checkpoint and not in the model")
             elif there.group != here.group:
-                self._wrong.append(f"{here.name} is in parameter group {there.group} there, in {here.group} here")
+                self._wrong.append(f"{here.name} is in parameter group {there.group} in the checkpoint, in {here.group} in the optimizer")
 
     def _match_loose(self) -> None:
         """Compare buffers, and parameters that the engine does not manage."""
@@ -243,9 +244,9 @@ class _Load:
         self._values: dict[str, torch.Tensor] = {}
         for name, index in saved.items():
             here = self._loose.get(name)
-            shape = self.manifest.tensors[index].shape  # compared before a read: a tensor takes no more memory than the model's buffer
+            shape = self.manifest.tensors[index].shape  # compared before the read: so a tensor takes no more memory than the model's buffer
             if here is not None and shape != tuple(here.shape):
-                self._wrong.append(f"buffer {name} has shape {list(shape)} there and {list(here.shape)} here")
+                self._wrong.append(f"buffer {name} has shape {list(shape)} in the checkpoint and {list(here.shape)} in the model")
             elif here is not None:
                 self._values[name] = self.checkpoint.tensor(index)
 
@@ -253,11 +254,11 @@ class _Load:
         """Decode all other values before any change: the scheduler, extra states, generators and the loss scale."""
         manifest, decode = self.manifest, self.checkpoint.decode
         if self.scheduler is not None and manifest.scheduler is None:
-            self._wrong.append("it was saved without a scheduler: give none here, or `scheduler=` to infinity.save")
+            self._wrong.append("the checkpoint was saved without a scheduler: omit scheduler=, or pass scheduler= to infinity.save")
         self._scheduler = decode(manifest.scheduler)
         self._extra_state = decode(manifest.model.get("extra_state", {}))
         if not isinstance(self._extra_state, dict):
-            raise CheckpointError(f"{self.checkpoint.path}: its extra state is no object")
+            raise CheckpointError(f"{self.checkpoint.path}: the extra state is not an object")
         here = {name for name, _ in with_extra_state(self.state.model)}
         for name in sorted(here ^ self._extra_state.keys()):
             self._wrong.append(f"extra state of {name or 'the model'} is only {'in the model' if name in here else 'in the checkpoint'}")
@@ -271,7 +272,7 @@ class _Load:
         if self.with_states and self.state.loss_scale is not None and manifest.scaler is not None:
             scale, num_clean = manifest.scaler.get("scale"), manifest.scaler.get("num_clean")
             if not isinstance(scale, (int, float)) or not 0 < scale < math.inf or type(num_clean) is not int or num_clean < 0:
-                self._wrong.append(f"its loss scale {scale!r} makes no sense")
+                self._wrong.append(f"the loss scale {scale!r} of the checkpoint is not valid")
             self._scale = scale, num_clean
 
     def _decoded_list(self, value) -> list:
@@ -298,13 +299,13 @@ class _Load:
     # Bytes.
 
     def _is_as_it_lies(self) -> bool:
-        """Whether the checkpoint has every record of this rank as one piece."""
+        """Whether the checkpoint has each record of this rank in one piece, with the bytes in the same order."""
         state, manifest = self.state, self.manifest
-        here = [(c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
-        there = [(c.numel, c.trainable, c.pieces) for c in manifest.chunks]
+        here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
+        there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
         formats = (state.moments, state.config.optimizer_state_dtype) == (manifest.moments, manifest.moments_dtype)
-        return self.with_states and manifest.world == state.ranks.world and here == there and same and formats
+        return self.with_states and here == there and same and formats
 
     def _read_as_it_lies(self) -> None:
         """Read each record into its place, a few records at a time."""
@@ -328,7 +329,7 @@ class _Load:
         self._note(read.chunk)
 
     def _put_together(self, chunk: ChunkInfo, shard: Shard) -> None:
-        """Fill the segments of a shard, which are zero, from the saved records that hold its pieces."""
+        """Fill the segments of a shard from the saved records that hold its pieces. The segments are zero before."""
         if not self.with_states:
             storage = shard.format.storage
             kept = {segment.name for segment in (*storage.weight, *storage.master)}
@@ -340,7 +341,7 @@ class _Load:
                 at += numel
 
     def _locate(self, param: int, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
-        """The parts of elements [start, start + numel) of a parameter: (saved parameter, start in the saved parameter, numel)."""
+        """Where elements [start, start + numel) of a parameter were saved: parts (saved parameter, start in that parameter, numel)."""
         sources = self._sources[param]
         begin = self.parameters[param].begin + start
         end = begin + numel
@@ -353,14 +354,14 @@ class _Load:
 
     def _note(self, chunk: ChunkInfo) -> None:
         if self._shield.asked_to_stop:
-            raise CheckpointError(f"{self.checkpoint.path}: loading was interrupted")  # for the other ranks; this one raises the interrupt
+            raise CheckpointError(f"{self.checkpoint.path}: loading was interrupted")  # the other ranks raise this, this rank the interrupt
         self._done_nbytes += chunk.record.nbytes
         if self._progress is not None:
             self._progress(self._done_nbytes, self._total_nbytes)
 
 
 class _RecordRead:
-    """A record on its way from a checkpoint to its place."""
+    """The read of one record from a checkpoint into the record's memory."""
 
     def __init__(self, state: TrainingState, checkpoint: Checkpoint, chunk: ChunkInfo):
         self.chunk = chunk
@@ -371,11 +372,11 @@ class _RecordRead:
 
     def begin(self) -> None:
         for offset, buffer in self._parts:
-            if buffer.nbytes:  # each ticket at once in the list: a read that began is waited for, also if the next one fails
+            if buffer.nbytes:  # each ticket joins the list at once: `give_up` waits for every read that began, also if the next one fails
                 self._tickets.append(self._checkpoint.read(self.chunk.index, self._rank, offset, buffer))
 
     def finish(self) -> None:
-        """Wait for the bytes, and compare their checksums. Raises CheckpointError. The record has the bytes then, right or wrong."""
+        """Wait for the bytes and compare checksums. Raises CheckpointError; the record has changed then, too."""
         with self._memory:
             self._checkpoint.settle(self.chunk.index, self._rank, self._tickets)
             record, segments = self.chunk.record, {}

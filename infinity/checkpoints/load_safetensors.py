@@ -1,6 +1,6 @@
-"""Weights of safetensors files for a model in an engine: `infinity.load_safetensors`.
+"""Loading weights from safetensors files into a model with an engine: `infinity.load_safetensors`.
 
-Knows names, and the part of a file's tensor that each parameter takes. Must not know records: the engine slices the values that it is given.
+Knows names, and the part of a file's tensor that each parameter takes. Must not know records: the engine slices the values.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from infinity.sizes import listed
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool = True) -> None:
-    """Give a model the weights and buffers of a safetensors file, or of a folder with such files, as a Hugging Face model has.
+    """Load a model's weights and buffers from a safetensors file, or from a folder of such files, as Hugging Face models have.
 
     The names in the files are the names of the model's state_dict(). One name of a tied parameter is enough. Values may have any floating
-    dtype; fp32 values become masters. Each rank reads its slices alone, a part of a tensor at a time. Moments stay. Call it on all ranks.
-    If the model was built in `infinity.init` and has no optimizer yet, the files are read when the optimizer is made. Keep the files until
-    then.
+    dtype; fp32 values become masters. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
+    load_safetensors on all ranks. If the model was built in `infinity.init` and has no optimizer yet, the engine reads the files when the
+    optimizer is made. Keep the files until then.
 
-    The files of some transformers models, such as Mixtral and LLaVA, have other names than the model: transformers renames and merges
-    their tensors in `from_pretrained`. Call `from_pretrained` inside `infinity.init` instead.
+    The files of some transformers models, such as Mixtral and LLaVA, have other names than the model. transformers renames and merges
+    these tensors in `from_pretrained`. Call `from_pretrained` inside `infinity.init` instead.
 
-    Raises CheckpointError for damaged files, and for all names that are missing, unknown or of another shape, in one message, before any
-    change. strict=False allows missing and unknown names, unless no name fits.
+    Raises CheckpointError for damaged files. Raises CheckpointError before any change, with all names that are missing, unknown or of
+    another shape. strict=False allows missing and unknown names, unless no name fits.
     """
     state = training_state_of(model)
     checked_path(path)
@@ -45,7 +45,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
 
 
 def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _FilePart]]:
-    """Return each parameter and buffer once, with its values."""
+    """Return each parameter and buffer once, as (tensor, values in the files)."""
     places = tiling.places(model)
     wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
     tied: dict[int, set[str]] = {}
@@ -70,15 +70,15 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
             place = places.get(value)
             shape = place.shape if place is not None else tuple(value.shape)
             if info.shape != shape:
-                wrong.append(f"{whole} has shape {list(info.shape)} there and {list(shape)} here")
+                wrong.append(f"{whole} has shape {list(info.shape)} in the files and {list(shape)} in the model")
                 break
             if value.is_floating_point() and not info.dtype.is_floating_point:
-                wrong.append(f"{whole} is {info.dtype} there, no floating-point numbers")
+                wrong.append(f"{whole} is {info.dtype} in the files, expected a floating-point dtype")
                 break
             sources.setdefault(id(value), (value, _FilePart(files, found, value.shape, place.begin if place is not None else None)))
     unknown = sorted((files.names.keys() | files.unreadable.keys()) - {name for names in tied.values() for name in names})
     if strict or (missing and unknown and not sources):
-        wrong += [f"{what}: {listed(names)}" for what, names in (("missing there", missing), ("unknown here", unknown)) if names]
+        wrong += [f"{what}: {listed(names)}" for what, names in (("missing in the files", missing), ("unknown to the model", unknown)) if names]
     if wrong:
         remedy = _from_pretrained(model, files.path) if missing and unknown else ""
         raise CheckpointError(f"{files.path} does not fit the model: {'; '.join(wrong)}{remedy}")
@@ -86,13 +86,13 @@ def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[tor
 
 
 def _from_pretrained(model: nn.Module, path: str) -> str:
-    """Return the lines that load the files of a transformers model under other names; "" if no module is a transformers model."""
+    """Return a message with the lines that load a transformers model under other names; "" if no module is a transformers model."""
     kinds = (type(module) for module in model.modules())
     kind = next((kind for kind in kinds if hasattr(kind, "from_pretrained") and hasattr(kind, "base_model_prefix")), None)
     if kind is None:
         return ""
     return (
-        f". transformers may rename or merge these tensors as it loads them, and load_safetensors does not. If these are the files of a "
+        f". transformers may rename or merge these tensors in from_pretrained, and load_safetensors does not. If these are the files of a "
         f"{kind.__name__}, load them with these lines, before the optimizer is made:\n"
         f"    with infinity.init(config):\n"
         f"        model = {kind.__name__}.from_pretrained({path!r})"
@@ -109,13 +109,13 @@ def _give(state: TrainingState, sources: list[tuple[torch.Tensor, _FilePart]]) -
 
 
 class _FilePart:
-    """The values of a parameter in a file, 1-D. A slice reads its elements."""
+    """The values of a parameter in a file, 1-D. Indexing with a slice reads these elements."""
 
     def __init__(self, files: TensorFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
         self.files, self.name = files, name
         self.numel = shape.numel()
         whole = files.names[name].shape
-        self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements of a row of the parameter, and of a row of the whole tensor
+        self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements per row: of the parameter, and below of the whole tensor
         self.whole_row = torch.Size(whole[1:]).numel() if len(whole) > 1 else 1
         self.begin = begin[0] if begin else 0
         self.column = begin[1] if begin and len(begin) > 1 else 0

@@ -1,34 +1,34 @@
-"""What a checkpoint's manifest says, and how it is written.
+"""The content of a checkpoint's manifest, as a value and as JSON.
 
-Knows names, sizes and JSON. Must not know engines, tensors' bytes or how files are read and written.
+Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how files are read and written. manifest_check.py reads a manifest.
 
 # [Note: the format of a checkpoint]
-# A directory with `manifest.json` and one folder `data-<12 hexadecimal digits>`. The manifest is replaced as a whole, by a rename,
-# once all files of its folder are on the disk: what it does not name does not belong to the checkpoint. It is a JSON object, in ASCII,
-# of at most 128 MiB, with these keys in this order:
+# A directory with `manifest.json` and one folder `data-<12 hexadecimal digits>`. A rename replaces the manifest when all files of the new
+# folder are on the disk. A file that the manifest does not name is not part of the checkpoint. The manifest is a JSON object in ASCII, of
+# at most 128 MiB, with these keys in this order:
 #
-#   format, version   "infinity checkpoint"; 1, or 2 where a parameter has a dtype of its own
-#   folder            of the files below
-#   step              of the optimizer: the greatest of all parameters'
-#   world, dtype, moments_dtype, moments, seed     ranks, "bf16", "fp32", the names of the moments; the seed of rounding
-#   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (updates received)
-#                     and its dtype, where that is another than `dtype`; and, for a tile of a layer, whole: the layer's parameter (name, shape) and where the tile begins in it
-#   aliases           {other name of a tied parameter (of a tile: of the layer's): its name above}
+#   format, version   "infinity checkpoint"; 1, or 2 if any parameter has a dtype of its own
+#   folder            name of the folder with the files below
+#   step              of the optimizer: the largest `step` of all parameters
+#   world, dtype      number of ranks; dtype of the parameters, such as "bf16"
+#   moments_dtype, moments, seed      such as "fp32"; names of the moments; seed of stochastic rounding
+#   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (number of updates);
+#                     dtype, if not the `dtype` above; for a tile of a layer, whole: name and shape of the layer's parameter, begin of the tile
+#   aliases           {other name of a tied parameter, or of a tiled layer's parameter: its name above}
 #   chunks            in order: numel, trainable, pieces [[parameter, start in the chunk, start in the parameter, numel], ...] and
 #                     records: for each rank [file, offset, CRC32C of each segment ...]
 #   files             [name, nbytes]: "rank0-0.records", ...
-#   tensors           small ones, in the file "tensors": dtype, shape, offset, nbytes, crc32c
+#   tensors           small tensors in the file "tensors": dtype, shape, offset, nbytes, crc32c
 #   model             {buffers: {name: tensor}, extra_state: {name: value}}
-#   optimizer, scheduler, scaler, rng, extra       rng: one a rank; values as [Note: values in JSON] says
-#   sha256            last, of all bytes of the file before `,"sha256"`
+#   optimizer, scheduler, scaler, rng, extra       values as in [Note: values in JSON]; rng: one value per rank
+#   sha256            the last key: digest of all bytes of the file before `,"sha256"`
 #
-# Rank r holds elements [r, r + 1) * numel / world of a chunk, in a record: segments one behind the other, each starting at a multiple
-# of 4096 bytes, little endian. A trainable one has weight (in the dtype of its parameters); residual (int16) for bf16 or master (fp32)
-# for fp16; then the moments, in moments_dtype for bf16 and in fp32 for all others. A frozen one has the weight alone. Each holds the elements up to the end of the chunk's last piece, and no more. The bytes from
-# the end of a segment to the next multiple of 4096 are zero, and readers check that.
-# fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
-#
-# manifest_check.py reads it.
+# Rank r has elements [r, r + 1) * numel / world of a chunk in a record. A record is a sequence of little-endian segments. Each segment
+# starts at a multiple of 4096 bytes and holds no elements behind the chunk's last piece. Zeros fill the bytes up to the next multiple of
+# 4096, and readers check these zeros. Segments of a trainable record, in order:
+#   weight, in the dtype of the parameters;   residual (int16) for bf16, or master (fp32) for fp16;
+#   the moments, in moments_dtype for bf16 and in fp32 for other dtypes.
+# A frozen record has only the weight. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TENSORS_NAME = "tensors"
 MOMENTS_DTYPES = ("fp32", "bf16")
 LARGEST_NBYTES = 128 << 20  # of a manifest
 LARGEST_WORLD = 1 << 14
-ALIGNMENT = 4096  # of records and their segments, in bytes
+ALIGNMENT = 4096  # of records and segments, in bytes
 
 TENSOR_DTYPES = {
     name: getattr(torch, name)
@@ -72,7 +72,7 @@ TENSOR_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The parameter of the plain layer that a tile is a part of, and where the tile begins in it, one number a dimension."""
+    """The parameter of the plain layer that contains a tile. begin: index of the tile's first element, one number per dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -81,8 +81,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`step` counts the updates that it received; `group` is the index of its parameter group. dtype: on the device; None for the
-    manifest's."""
+    """group: index of the parameter group. step: number of updates. dtype: on the device; None for the dtype of the manifest."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,17 +97,17 @@ class Parameter:
 
     @property
     def canonical(self) -> Whole:
-        """What it is a part of, which may be itself."""
+        """The parameter of the plain layer: the one that contains this tile, or this parameter."""
         return self.whole or Whole(self.name, self.shape, (0,) * len(self.shape))
 
     @property
     def is_rows(self) -> bool:
-        """Whether its elements lie in a row in the whole one."""
+        """Whether the elements are consecutive in the canonical parameter."""
         return self.shape[1:] == self.canonical.shape[1:]
 
     @property
     def begin(self) -> int:
-        """Where its first element lies in the whole one, in elements."""
+        """Position of the first element in the canonical parameter, in elements."""
         begin = 0
         for at, size in zip(self.canonical.begin, self.canonical.shape):
             begin = begin * size + at
@@ -117,7 +116,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """Where a record lies: index of the file, offset in bytes, and the CRC32C of each segment."""
+    """The place of a record: index of the file, offset in bytes, and CRC32C of each segment."""
 
     file: int
     offset: int
@@ -125,7 +124,7 @@ class RecordPlace:
 
 
 class Row:
-    """The places of a chunk's records by rank, in a table: there may be a million of them."""
+    """The places of a chunk's records, by rank. One numpy table, because a manifest may list a million records."""
 
     __slots__ = ("table",)
 
@@ -133,7 +132,7 @@ class Row:
         self.table = table
 
     @staticmethod
-    @functools.cache  # one for all rows: each would take more than a row does
+    @functools.cache  # shared by all rows: a dtype takes more memory than a row
     def dtype(num_segments: int) -> np.dtype:
         return np.dtype([("file", np.uint32), ("offset", np.uint64), ("crcs", np.uint32, (num_segments,))])
 
@@ -162,7 +161,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """See [Note: the format of a checkpoint]. places[c][r] is where rank r's record of chunk c lies."""
+    """See [Note: the format of a checkpoint]. places[c][r]: the place of rank r's record of chunk c."""
 
     folder: str
     world: int
@@ -185,7 +184,7 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Of the format. Version 2 has parameters of different dtypes; all else is the same."""
+        """Version of the format. Version 2 adds parameters of different dtypes, nothing more."""
         return MIXED_DTYPES if any(parameter.dtype for parameter in self.parameters) else ONE_DTYPE
 
     @property
@@ -194,7 +193,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files but the manifest."""
+        """Bytes of all files, without the manifest."""
         return sum(file.nbytes for file in self.files) + sum(tensor.nbytes for tensor in self.tensors)
 
     def record(self, chunk: int, rank: int) -> Record:
@@ -202,15 +201,15 @@ class Manifest:
         return record_layout(chunk.shard_used(rank), chunk.format)
 
     def dtype_of(self, parameter: Parameter) -> str:
-        """The storage of one of its parameters, by name: for most storages the dtype on the device."""
+        """The name of a parameter's storage. For most storages this is the dtype on the device."""
         return parameter.dtype or self.dtype
 
     def format_of(self, parameter: Parameter) -> Format:
-        """The format in which one of its parameters is stored."""
+        """The format of a parameter's record."""
         return Format(self.dtype_of(parameter), parameter.trainable, self.moments, self.moments_dtype)
 
     def to_json(self) -> bytes:
-        """The file's bytes."""
+        """The bytes of `manifest.json`."""
         content = {"format": FORMAT, "version": self.version, "folder": self.folder, "step": self.step}
         for name in ("world", "dtype", "moments_dtype", "moments", "seed"):
             content[name] = getattr(self, name)

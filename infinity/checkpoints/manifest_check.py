@@ -1,10 +1,10 @@
-"""A manifest's bytes, read by one who believes nothing: they may be damaged, or made to do harm.
+"""A reader of manifests that trusts no byte: a manifest may be damaged, or made to do harm.
 
-Knows the rules of [Note: the format of a checkpoint] in manifest.py, and checks each before anything is done with what was read. Must
-not know how files are read, nor what a tensor's bytes are.
+Knows the rules of [Note: the format of a checkpoint] in manifest.py, and checks each rule before a value is used. Must not know how files
+are read, or the bytes of tensors.
 
-Read as [Note: nothing is made of JSON before it is known to be small] in json_text.py says. Tables are bounded by what a model of over
-100,000 parameters needs. What goes past a bound is refused, and when it is saved, too, as `Directory.commit` reads what it has written.
+[Note: bounded memory for JSON] in json_text.py describes the parser. The bounds of tables suffice for a model of over 100,000 parameters.
+A manifest beyond a bound is refused. A save refuses such a manifest too, because `Directory.commit` reads each manifest back.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ from infinity.checkpoints.manifest import (
 )
 from infinity.errors import CheckpointError
 from infinity.formats.format import STORAGES, Format, trainable_names
-from infinity.plan.packing import BLOCK_NUMEL, Chunk, Piece
+from infinity.plan.packing import Chunk, Piece
+from infinity.plan.partition import BLOCK_NUMEL, Partition
 
-_ENTRIES_NBYTES = 56 << 20  # of memory, for everything that is listed
-_VALUES_NBYTES = 8 << 20  # for what the program gave
-_DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # at the end
-_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES, _TENSOR_NBYTES = 184, 128, 560, 240  # of memory, about, without names
-_ROW_COPIES = 2  # of a row's numbers: as they were read, for a moment, and its table
+_ENTRIES_NBYTES = 56 << 20  # memory of all lists: parameters, chunks, pieces, records, files, tensors
+_VALUES_NBYTES = 8 << 20  # memory of values from the program: extra, scheduler, optimizer, generators
+_DIGEST_NBYTES = len(',"sha256":""}\n') + 64  # bytes at the end of the file
+_PARAMETER_NBYTES, _PIECE_NBYTES, _CHUNK_NBYTES, _TENSOR_NBYTES = 184, 128, 560, 240  # approximate bytes of memory, without names
+_ROW_COPIES = 2  # a row's numbers are in memory twice while they are checked: parsed, and as a table
 
 
 def manifest_from_json(data: bytes, where: str) -> Manifest:
-    """What `Manifest.to_json` wrote. Raises CheckpointError that names `where` for anything but a whole, consistent manifest."""
+    """The inverse of `Manifest.to_json`. where: the file's path, for messages. Raises CheckpointError unless the manifest is valid."""
     body = _signed(data, where)
     try:
         with without_collections():
@@ -67,32 +68,32 @@ def manifest_from_json(data: bytes, where: str) -> Manifest:
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, IndexError) as error:
-        raise CheckpointError(f"{where}: the manifest makes no sense ({type(error).__name__}: {error})") from None
+        raise CheckpointError(f"{where}: the manifest is not valid ({type(error).__name__}: {error})") from None
 
 
 def _signed(data: bytes, where: str) -> memoryview:
-    """The JSON text before the digest, once that is found right; the brace that closes it is missing."""
+    """Check the digest, and return the JSON text before the digest. The text lacks the closing brace."""
     body, tail = memoryview(data)[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
     match = re.fullmatch(rb',"sha256":"([0-9a-f]{64})"}\n', tail)
     if match is None or hashlib.sha256(body).hexdigest().encode() != match[1]:
-        raise CheckpointError(f"{where}: the manifest is damaged or cut: its digest is not that of its bytes; use another checkpoint")
+        raise CheckpointError(f"{where}: the manifest is damaged or cut: the digest does not match the bytes; use another checkpoint")
     return body
 
 
 class _Checked:
-    """Turns the text of a manifest into a Manifest; raises CheckpointError or what a wrong type makes Python raise."""
+    """Makes a Manifest from the text. Raises CheckpointError, or the error that Python raises for a wrong type."""
 
     def __init__(self, text: Text):
         self.text = text
         self._names = text.members()
         lists, remedy = "the list of parameters, pieces and records", "save with fewer and larger chunks (chunk_mib)"
         self._entries = Budget(_ENTRIES_NBYTES, lists, remedy)
-        self._values = Budget(_VALUES_NBYTES, "what beside weights was saved", "give long lists in extra= as tensors or arrays")
-        self._numbers: dict[int, int] = {}  # one object for equal ones
+        self._values = Budget(_VALUES_NBYTES, "the values beside the weights", "pass long lists in extra= as tensors or arrays")
+        self._numbers: dict[int, int] = {}  # equal numbers share one object, to save memory
         self._formats: dict[tuple[str, bool], Format] = {}
 
     def manifest(self) -> Manifest:
-        """Key by key: all are there, in the order of the note, and what follows them is left alone."""
+        """Read the keys in the order of the note. All keys must be present; further keys after them are ignored."""
         self._check_format()
         folder, step = self._folder(), self._value("step")
         self.world = as_number(self._value("world"), "world", 1, LARGEST_WORLD)
@@ -136,23 +137,23 @@ class _Checked:
             extra=extra,
         )
         if step != manifest.step or type(step) is not int:
-            raise CheckpointError(f"step {short(step)}, but the parameters say {manifest.step}")
+            raise CheckpointError(f"step {short(step)}, expected {manifest.step}, the largest step of the parameters")
         return manifest
 
     def _goto(self, name: str) -> None:
-        """The next key must be this one."""
+        """Read the next key. Raises CheckpointError if the key is not `name`."""
         found = next(self._names, None)
         if found != name:
             raise CheckpointError(f"expected {name!r}, got {'the end' if found is None else short(found)}")
 
     def _value(self, name: str, budget: Budget | None = None):
-        """That of the next key, which must be this one."""
+        """Read the next key, which must be `name`, and return its value."""
         self._goto(name)
         return self.text.value(budget)
 
     def _check_format(self) -> None:
         if next(self._names, None) != "format" or self.text.value() != FORMAT:
-            raise CheckpointError("this is no manifest of an infinity checkpoint")
+            raise CheckpointError("this is not the manifest of an infinity checkpoint")
         version = self.version = self._value("version")
         if type(version) is not int or version not in VERSIONS:
             remedy = "read it with the release of infinity that wrote it"
@@ -161,13 +162,13 @@ class _Checked:
     def _folder(self) -> str:
         folder = as_text(self._value("folder"), "folder")
         if not FOLDER_NAME.fullmatch(folder):
-            raise CheckpointError(f"folder {short(folder)} is no name of a checkpoint's folder")
+            raise CheckpointError(f"folder {short(folder)}: expected a name such as data-0123456789ab")
         return folder
 
     def _moments(self) -> tuple[str, ...]:
         moments = tuple(as_text(name, "moments") for name in as_list(self._value("moments"), "moments", 64))
         if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
-            raise CheckpointError(f"moments {short(moments)} are no names, or the same one twice")
+            raise CheckpointError(f"moments {short(moments)}: expected different names")
         return moments
 
     def _parameters(self) -> tuple[Parameter, ...]:
@@ -177,12 +178,12 @@ class _Checked:
             entry = self.text.value()
             name = as_text(as_object(entry, "a parameter")["name"], "a parameter's name")
             if name in names:
-                raise CheckpointError(f"parameter {short(name)} stands there twice")
+                raise CheckpointError(f"parameter {short(name)} is listed twice")
             names.add(name)
             shape = _shape(entry["shape"], name)
             self._entries.take(_PARAMETER_NBYTES + len(name) + 40 * len(shape))
             if not 0 < math.prod(shape) < LARGEST:
-                raise CheckpointError(f"parameter {short(name)} of shape {shape} has no or too many elements")
+                raise CheckpointError(f"parameter {short(name)} of shape {shape} has no elements, or too many")
             whole = _whole(entry["whole"], name, shape) if "whole" in entry else None
             if whole is not None:
                 self._entries.take(_PARAMETER_NBYTES + len(whole.name) + 80 * len(shape))
@@ -193,16 +194,16 @@ class _Checked:
         return tuple(found)
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
-        """The dtype of a parameter, where it is not the manifest's; one string for equal ones."""
+        """The dtype of a parameter, or None for the manifest's dtype. Equal strings are one object."""
         dtype = as_choice(entry["dtype"], f"dtype of {short(name)}", STORAGES) if "dtype" in entry else None
         if dtype is not None and self.version == ONE_DTYPE:
-            raise CheckpointError(f"parameter {short(name)} has a dtype of its own, which format version {ONE_DTYPE} does not have")
+            raise CheckpointError(f"parameter {short(name)} has a dtype of its own, which format version {ONE_DTYPE} does not allow")
         if trainable and (dtype or self.dtype) not in trainable_names():
-            raise CheckpointError(f"parameter {short(name)} is trainable and of {dtype or self.dtype}, expected one of {', '.join(trainable_names())}")
+            raise CheckpointError(f"trainable parameter {short(name)} is of {dtype or self.dtype}, expected {', '.join(trainable_names())}")
         return None if dtype in (None, self.dtype) else sys.intern(dtype)
 
     def _format(self, param: int) -> Format:
-        """The format of a parameter; one object for equal ones."""
+        """The format of a parameter. Equal formats are one object."""
         parameter = self.parameters[param]
         key = parameter.dtype or self.dtype, parameter.trainable
         if key not in self._formats:
@@ -235,17 +236,17 @@ class _Checked:
 
     def _chunks(self) -> tuple[tuple[Chunk, ...], tuple[Row, ...]]:
         self._goto("chunks")
-        chunks, rows = [], []
+        chunks, rows, partition = [], [], Partition(self.world)
         for _ in self.text.items():
             what = f"chunk {len(chunks)}"
             self._entries.take(_CHUNK_NBYTES)
             entry = as_object(self.text.value(self._entries.rest()), what)
             numel, trainable = self._same(as_number(entry["numel"], what, 1)), as_flag(entry["trainable"], what)
-            if numel % (self.world * BLOCK_NUMEL):
+            if numel % partition.unit_numel:
                 raise CheckpointError(f"{what} of {numel} elements cannot be shared by {self.world} ranks")
             pieces, end = self._pieces(as_list(entry["pieces"], what), numel, trainable, what)
             format = self._format(pieces[0].param)
-            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, format, self.world))
+            chunks.append(Chunk(len(chunks), 0, 0, numel, end, pieces, format, partition))
             rows.append(self._row(as_list(entry["records"], what, self.world), format, what))
         return tuple(chunks), tuple(rows)
 
@@ -258,8 +259,8 @@ class _Checked:
                 raise CheckpointError(f"{what}: a piece is out of order or bounds")
             if self.parameters[param].trainable != trainable:
                 raise CheckpointError(f"{what} mixes frozen and trainable parameters")
-            if pieces and self.parameters[param].dtype != self.parameters[pieces[0].param].dtype:
-                raise CheckpointError(f"{what} mixes parameters of different dtypes")
+            if pieces and self._format(param) is not self._format(pieces[0].param):
+                raise CheckpointError(f"{what} mixes parameters of different formats")
             pieces.append(Piece(param, start, param_start, count))
             end = start + count
         if not pieces:
@@ -267,28 +268,28 @@ class _Checked:
         return tuple(pieces), end
 
     def _row(self, values: list, format: Format, what: str) -> Row:
-        """Of every rank, the place of its record."""
+        """The places of a chunk's records, by rank."""
         if len(values) != self.world:
-            raise CheckpointError(f"{what} has records of {len(values)} ranks of {self.world}")
+            raise CheckpointError(f"{what} has records of {len(values)} ranks, expected {self.world}")
         row = Row.dtype(len(format.segments))
         self._entries.take(_ROW_COPIES * row.itemsize * len(values) + 100)
         numbers = np.array(values)
         if numbers.dtype != np.int64 or numbers.shape != (len(values), 2 + row["crcs"].shape[0]) or (numbers < 0).any():
-            raise CheckpointError(f"{what}: its records are not whole numbers, {2 + row['crcs'].shape[0]} each")
+            raise CheckpointError(f"{what}: expected records of {2 + row['crcs'].shape[0]} whole numbers each")
         offsets, numbers[:, 1] = numbers[:, 1].copy(), 0
         if (numbers >> 32).any() or (offsets % ALIGNMENT).any():
-            raise CheckpointError(f"{what}: a record's place makes no sense")
+            raise CheckpointError(f"{what}: a record's place is not valid")
         table = np.empty(len(values), row)
         table["file"], table["offset"], table["crcs"] = numbers[:, 0], offsets, numbers[:, 2:]
         return Row(table)
 
     def _model(self) -> dict:
-        """Its buffers, of which there may be many, and the rest of it."""
+        """The value of "model". Buffers are read one by one, because there may be many of them."""
         self._goto("model")
         model: dict = {}
         for name in self.text.members():
             if name in model:
-                raise CheckpointError(f"model: {short(name)} stands there twice")
+                raise CheckpointError(f"model: {short(name)} is listed twice")
             if name != "buffers":
                 model[name] = self.text.value(self._values)
                 continue
@@ -297,17 +298,17 @@ class _Checked:
                 self._entries.take(_PARAMETER_NBYTES + len(buffer))
                 entry = self.text.value()
                 if buffer in buffers or not isinstance(entry, dict) or entry.keys() != {"$tensor"} or type(entry["$tensor"]) is not int:
-                    raise CheckpointError(f"buffer {short(buffer)} is none of its tensors, or stands there twice")
+                    raise CheckpointError(f"buffer {short(buffer)} is not one of the tensors, or is listed twice")
                 buffers[buffer] = entry
         return model
 
     def _rng(self) -> tuple:
-        """Of every rank, its generators' states as they were saved; what they say is checked by who sets them."""
+        """The encoded states of the random number generators, by rank. `contents.checked_generators` checks the states before use."""
         self._goto("rng")
         found = []
         for _ in self.text.items():
             if len(found) == self.world:
-                raise CheckpointError(f"generators' states of more than {self.world} ranks")
+                raise CheckpointError(f"states of random number generators for more than {self.world} ranks")
             found.append(self.text.value(self._values, texts_are_free=True))
         return tuple(found)
 
@@ -315,7 +316,7 @@ class _Checked:
         return self._numbers.setdefault(number, number) if len(self._numbers) < 4096 else self._numbers.get(number, number)
 
     def _check_pieces(self, chunks: tuple[Chunk, ...]) -> None:
-        """Every element of every parameter lies in one piece."""
+        """Raise CheckpointError unless each element of each parameter is in exactly one piece."""
         flat = array("Q")
         for chunk in chunks:
             for piece in chunk.pieces:
@@ -328,26 +329,26 @@ class _Checked:
         if len(wrong := np.flatnonzero(start != expected)):
             at = wrong[0]
             raise CheckpointError(
-                f"{short(self.parameters[param[at]].name)}: elements from {min(start[at], expected[at])} on are missing or there twice"
+                f"{short(self.parameters[param[at]].name)}: elements from {min(start[at], expected[at])} on are missing or listed twice"
             )
         ends = np.zeros(len(self.parameters), np.int64)
-        ends[param] = end  # of several, the last one's
+        ends[param] = end  # numpy keeps the end of the last piece of each parameter
         for parameter, end in zip(self.parameters, ends.tolist()):
             if end != parameter.numel:
-                raise CheckpointError(f"{short(parameter.name)} has {parameter.numel} elements, and pieces of {end}")
+                raise CheckpointError(f"{short(parameter.name)} has {parameter.numel} elements, but pieces for {end}")
 
     def _check_places(self, chunks, places) -> None:
-        """Records lie inside their files, and not on one another."""
-        held: list[array] = [array("Q") for _ in self.files]  # (offset, bytes, chunk) one behind the other
+        """Raise CheckpointError unless all records are inside their files and do not overlap."""
+        held: list[array] = [array("Q") for _ in self.files]  # flat, three numbers per record: offset, bytes, chunk
         for chunk, row in zip(chunks, places):
             own = enumerate(zip(row.table["file"].tolist(), row.table["offset"].tolist()))
             for rank, (file, offset) in own:
                 used = chunk.shard_used(rank)
                 nbytes = sum([-(-segment.nbytes(used) // ALIGNMENT) * ALIGNMENT for segment in chunk.format.segments])
                 if file >= len(held):
-                    raise CheckpointError(f"chunk {chunk.index}: a record lies in file {file} of {len(held)}")
+                    raise CheckpointError(f"chunk {chunk.index}: a record is in file {file}, but only {len(held)} files are listed")
                 if nbytes > self.files[file].nbytes or offset > self.files[file].nbytes - nbytes:
-                    raise CheckpointError(f"{self.files[file].name}: the record of chunk {chunk.index} goes past the file's end")
+                    raise CheckpointError(f"{self.files[file].name}: the record of chunk {chunk.index} ends behind the file's end")
                 if nbytes:
                     held[file].extend((offset, nbytes, chunk.index))
         for file, records in zip(self.files, held):
@@ -355,7 +356,7 @@ class _Checked:
             table = table[np.argsort(table[:, 0], kind="stable")]
             overlaps = np.flatnonzero(table[:-1, 0] + table[:-1, 1] > table[1:, 0])
             if len(overlaps):
-                raise CheckpointError(f"{file.name}: the record of chunk {table[overlaps[0] + 1, 2]} overlaps another one")
+                raise CheckpointError(f"{file.name}: the record of chunk {table[overlaps[0] + 1, 2]} overlaps another record")
 
     def _tensors(self) -> tuple[StoredTensor, ...]:
         self._goto("tensors")
@@ -367,7 +368,7 @@ class _Checked:
             shape = _shape(entry["shape"], "a tensor")
             offset, nbytes, crc = (as_number(entry[name], "a tensor") for name in ("offset", "nbytes", "crc32c"))
             if offset != end or nbytes != math.prod(shape) * TENSOR_DTYPES[dtype].itemsize:
-                raise CheckpointError(f"a tensor of shape {shape} and {nbytes} bytes at {offset}: expected them in a row")
+                raise CheckpointError(f"a tensor of shape {shape} has {nbytes} bytes at offset {offset}: expected tensors without gaps")
             found.append(StoredTensor(dtype, shape, offset, nbytes, crc))
             end = offset + nbytes
         return tuple(found)
@@ -385,5 +386,5 @@ def _whole(value, name: str, shape: tuple[int, ...]) -> Whole:
     found = Whole(as_text(whole["name"], name), _shape(whole["shape"], name), _shape(whole["begin"], name))
     inside = len(found.shape) == len(found.begin) == len(shape)
     if not inside or any(begin + size > end for begin, size, end in zip(found.begin, shape, found.shape)):
-        raise CheckpointError(f"{short(name)} of shape {shape} is no part of {short(found.name)} of shape {found.shape} at {found.begin}")
+        raise CheckpointError(f"{short(name)} of shape {shape} is not inside {short(found.name)} of shape {found.shape} at {found.begin}")
     return found

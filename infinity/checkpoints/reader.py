@@ -1,8 +1,8 @@
-"""Reading a checkpoint's files, so that damage is found.
+"""A reader of a checkpoint's files that finds damage.
 
-Knows a manifest that was checked, records' places and checksums. Must not know engines, nor which tensors a model has.
+Knows a checked manifest, the places of records, and checksums. Must not know engines, or the tensors of a model.
 
-A reader opens all files before it reads: those it has open stay whole if a new checkpoint replaces them meanwhile.
+The reader opens all files before the first read. Open files stay readable if a new checkpoint replaces the old one meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_RECORDS_IN_MEMORY = 3
 
 
 class Checkpoint:
-    """A checkpoint open for reading. Raises CheckpointError for what is missing, damaged or none, SwapError for a failing disk."""
+    """An open checkpoint. Raises CheckpointError for missing, damaged or invalid files, SwapError if the disk fails."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -55,7 +55,7 @@ class Checkpoint:
                 self.close()
                 before, self.manifest = self.manifest, read_manifest(self.path)
                 if self.manifest.folder == before.folder:
-                    raise  # else another checkpoint has taken its place meanwhile
+                    raise  # with another folder, a new checkpoint has replaced the old one: open the new one
 
     def _open(self) -> None:
         missing = []
@@ -95,12 +95,12 @@ class Checkpoint:
         self._queue = QUEUE.queue()
 
     def read(self, chunk: int, rank: int, offset: int, buffer: memoryview) -> aio_ext.Ticket:
-        """Read a part of a record, multiples of 4096 bytes, into page-aligned memory; nothing is checked yet."""
+        """Begin to read a part of a record into page-aligned memory. offset, size: multiples of 4096 bytes. Nothing is checked."""
         place = self.manifest.places[chunk][rank]
         return self._queue.read(self._fds[place.file], buffer, place.offset + offset)
 
     def settle(self, chunk: int, rank: int, tickets: Sequence[aio_ext.Ticket]) -> None:
-        """Wait until the record's parts have been read."""
+        """Wait for all reads of a record's parts. Raises SwapError with the first failure, after all reads are over."""
         failure = None
         for ticket in tickets:
             try:
@@ -112,16 +112,16 @@ class Checkpoint:
             raise failed(text, self.folder / self.manifest.files[self.manifest.places[chunk][rank].file].name, failure)
 
     def check(self, chunk: int, rank: int, segments: dict[str, memoryview]) -> None:
-        """Compare bytes that were read with the manifest. segments: some of the record's, by name, each with its padding, which is zero."""
+        """Compare bytes with the manifest's checksums. segments: some segments of the record by name, with the padding of zeros."""
         place, record = self.manifest.places[chunk][rank], self.manifest.record(chunk, rank)
         for segment, crc in zip(record.segments, place.crcs):
             if segment.name not in segments:
                 continue
             whole, nbytes = segments[segment.name], segment.nbytes(record.numel)
             if aio_ext.crc32c(whole[:nbytes]) != crc:
-                wrong = "its checksum is not that of the manifest"
+                wrong = "the checksum differs from that in the manifest"
             elif not is_zero(whole[nbytes:]):
-                wrong = "the padding behind it is not zero"
+                wrong = "the padding behind the segment is not zero"
             else:
                 continue
             names = [self.manifest.parameters[piece.param].name for piece in self.manifest.chunks[chunk].shard_pieces(rank)]
@@ -131,7 +131,7 @@ class Checkpoint:
             )
 
     def record(self, chunk: int, rank: int) -> Shard:
-        """The segments of a record by name, checked, 1-D, on the CPU; valid until three others were asked for."""
+        """Read and check the segments of a record: 1-D CPU tensors by name. They are valid until three other records were read."""
         key, layout = (chunk, rank), self.manifest.record(chunk, rank)
         region = self._cached.pop(key, None)
         if region is None:
@@ -143,7 +143,7 @@ class Checkpoint:
         return segment_tensors(layout, region)
 
     def values(self, param: int, start: int, numel: int) -> Iterator[tuple[int, Shard]]:
-        """The segments of elements [start, start + numel) of a parameter, in parts: (number of elements, segments by name)."""
+        """Yield elements [start, start + numel) of a parameter in parts: (number of elements, segments by name)."""
         end = start + numel
         for param_start, chunk, at, count in self._pieces_of(param):
             first, last = max(start, param_start), min(end, param_start + count)
@@ -158,8 +158,8 @@ class Checkpoint:
     def copy(self, shard: Shard, at: int, param: int, start: int, numel: int) -> None:
         """Fill elements [at, at + numel) of a shard's segments with elements [start, start + numel) of a parameter.
 
-        The formats have one storage. Segments that the checkpoint does not have are left as they are; so a parameter that was frozen there
-        has the weight as its master.
+        Both formats have the same storage. Segments that the checkpoint lacks do not change. If the parameter was frozen in the checkpoint,
+        the weight becomes the master.
         """
         for count, found in self.values(param, start, numel):
             into = shard.part(at, at + count)
@@ -171,25 +171,25 @@ class Checkpoint:
             at += count
 
     def buffers(self) -> dict[str, int]:
-        """The index of each buffer's tensor, by name."""
+        """The index of each buffer in `manifest.tensors`, by name."""
         saved = self.manifest.model.get("buffers", {})
         if not isinstance(saved, dict):
-            raise CheckpointError(f"{self.path}: its buffers are no object")
+            raise CheckpointError(f"{self.path}: the buffers in the manifest are not an object")
         found = {name: value.get("$tensor") if isinstance(value, dict) else None for name, value in saved.items()}
         for name, index in found.items():
             if type(index) is not int or not 0 <= index < len(self.manifest.tensors):
-                raise CheckpointError(f"{self.path}: buffer {name} is none of its tensors")
+                raise CheckpointError(f"{self.path}: buffer {name} is not one of the tensors in the manifest")
         return found
 
     def tensor(self, index: int) -> torch.Tensor:
-        """One of the small tensors, checked."""
+        """Read and check one of the small tensors. On the CPU."""
         if index >= len(self.manifest.tensors):
             raise CheckpointError(f"{self.path}: there is no small tensor {index}")
         entry = self.manifest.tensors[index]
         try:
             data = bytearray(entry.nbytes)
         except MemoryError:
-            raise CheckpointError(f"{self.path}: there is no memory for tensor {index} of {format_bytes(entry.nbytes)}") from None
+            raise CheckpointError(f"{self.path}: not enough memory for tensor {index} of {format_bytes(entry.nbytes)}") from None
         view, done = memoryview(data), 0
         while done < entry.nbytes:
             count = os.preadv(self._tensors_fd, [view[done : done + (1 << 24)]], entry.offset + done)
@@ -204,7 +204,7 @@ class Checkpoint:
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(entry.shape)
 
     def verify(self, progress: Progress | None = None) -> int:
-        """Read and check everything; returns the number of bytes."""
+        """Read and check all records and tensors. Returns the number of bytes."""
         manifest, done = self.manifest, 0
         jobs = [(chunk.index, rank) for chunk in manifest.chunks for rank in range(manifest.world)]
         regions = [self._region() for _ in range(2)]
@@ -237,13 +237,13 @@ class Checkpoint:
         return done
 
     def decode(self, value):
-        """A value of the manifest as it was given."""
+        """Decode a value of the manifest."""
         with self.named():
             return decode(value, self.tensor)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """A CheckpointError says of which checkpoint it is."""
+        """Add the checkpoint's path to a CheckpointError without it."""
         try:
             yield
         except CheckpointError as error:
@@ -277,7 +277,7 @@ class Checkpoint:
         return max(sizes, default=0) or ALIGNMENT
 
     def _memory(self) -> Region:
-        """Room for one record: that which was used longest ago."""
+        """Memory for one record: a new region, or the region of the record that was used longest ago."""
         if len(self._cached) == _NUM_RECORDS_IN_MEMORY:
             return self._cached.popitem(last=False)[1]
         return self._region()
@@ -286,10 +286,10 @@ class Checkpoint:
         try:
             return self._arena.region(self._largest)
         except (MemoryError, OSError):
-            raise CheckpointError(f"{self.path}: there is no memory for a record of {format_bytes(self._largest)}") from None
+            raise CheckpointError(f"{self.path}: not enough memory for a record of {format_bytes(self._largest)}") from None
 
     def _pieces_of(self, param: int) -> list[tuple[int, int, int, int]]:
-        """(start in the parameter, chunk, start in the chunk, number of elements), in order."""
+        """The pieces of a parameter, in order: (start in the parameter, chunk, start in the chunk, number of elements)."""
         if self._index is None:
             self._index = [[] for _ in self.manifest.parameters]
             for chunk in self.manifest.chunks:
@@ -301,7 +301,7 @@ class Checkpoint:
 
 
 def segment_bytes(record: Record, buffer: memoryview) -> dict[str, memoryview]:
-    """A record's segments by name, without their padding, in memory that holds all of it."""
+    """A record's segments by name, without padding. buffer: memory of the whole record."""
     return {
         segment.name: buffer[offset : offset + segment.nbytes(record.numel)]
         for segment, offset in zip(record.segments, record.offsets)
@@ -313,7 +313,7 @@ def is_zero(padding: memoryview) -> bool:
 
 
 def padded_segments(record: Record, buffer: memoryview, begin: int = 0) -> dict[str, memoryview]:
-    """A record's segments by name, each with its padding: those that lie in memory that holds the record from byte `begin` on."""
+    """The record's segments inside `buffer`, by name, with padding. buffer: memory of the record from byte `begin` on."""
     ends = (*record.offsets[1:], record.nbytes)
     return {
         segment.name: buffer[offset - begin : end - begin]
@@ -323,7 +323,7 @@ def padded_segments(record: Record, buffer: memoryview, begin: int = 0) -> dict[
 
 
 def segment_tensors(record: Record, region: Region) -> Shard:
-    """The segments of a record in memory that holds all of it."""
+    """A record's segments as tensors. region: memory of the whole record."""
     pairs = zip(record.segments, record.offsets)
     found = {segment.name: region.tensor(TORCH_DTYPES[segment.dtype], offset, segment.count(record.numel)) for segment, offset in pairs}
     return Shard(record.format, found)

@@ -1,4 +1,4 @@
-"""A reader of safetensors files, and of folders with such files, as Hugging Face models have. It trusts no byte of a file.
+"""A reader of safetensors files, and of folders of such files, as Hugging Face models have. The reader trusts no byte of a file.
 
 Knows files, names, dtypes and shapes. Must not know engines, chunks or ranks.
 
@@ -7,9 +7,9 @@ Knows files, names, dtypes and shapes. Must not know engines, chunks or ranks.
         write_files("copy", specs, lambda spec: source.pieces(spec.name, numel=2**20))
 
 # [Note: nothing in a header is believed]
-# Files come from strangers. Each size is compared with the file before memory is allocated for it. A text is only compared, or printed
-# as a short repr. A file name in an index never leaves its folder. A header is read as [Note: nothing is made of JSON before it is known to
-# be small] in json_text.py says. So a damaged file costs at most the bytes of its header and 100 MiB.
+# Files come from strangers. The reader compares each size with the file before an allocation of this size. A text is only compared, or
+# printed as a short repr. A file name in an index never leaves the folder. [Note: bounded memory for JSON] in json_text.py describes the
+# parser. Therefore a damaged file takes at most the bytes of its header and 100 MiB.
 """
 
 import contextlib
@@ -36,27 +36,27 @@ from infinity.checkpoints.safetensors_format import (
 )
 from infinity.errors import CheckpointError
 
-MAX_HEADER_NBYTES = 32 << 20  # 256 for each of MAX_TENSORS; reading it takes less than a second
+MAX_HEADER_NBYTES = 32 << 20  # 256 bytes for each of MAX_TENSORS; such a header is read in less than 1 s
 MAX_TENSORS = 1 << 17  # of one file
 MAX_INDEX_NBYTES = 100_000_000
-_LISTS_NBYTES = 96 << 20  # of memory for the lists of all files of one folder: about 250,000 tensors
+_LISTS_NBYTES = 96 << 20  # memory for the lists of all files of one folder: about 250,000 tensors
 _METADATA_NBYTES = 8 << 20
-_INFO_NBYTES, _NAME_NBYTES = 320, 150  # of memory, about, for the description of a tensor and for a name, without its text
+_INFO_NBYTES, _NAME_NBYTES = 320, 150  # approximate memory of a tensor's description, and of a name without its characters
 
 _NOWHERE = UnreadableInfo("", "", "", 0, 0)
 
 
 class TensorFiles:
-    """The tensors of one safetensors file, or of a folder: of the files that its index names, or without an index of all *.safetensors.
+    """The tensors of one safetensors file or of a folder. Of a folder, the files named by the index, or without an index all *.safetensors.
 
-    names       file by file, in the order of their data, so that reads in this order go forwards in each file
-    unreadable  tensors of dtypes that this version of torch lacks
-    metadata    "__metadata__" of all files; if files differ in a value, the first file's value
+    names: file by file, in the order of their data. Reads in this order go forwards in each file.
+    unreadable: tensors of dtypes that this version of torch lacks.
+    metadata: "__metadata__" of all files. If files differ in a value, the first file's value is kept.
 
-    The index is model.safetensors.index.json, or the only *.safetensors.index.json. All headers are read and checked. The files stay
-    open until `close()`. Several threads may read at a time, but not while another thread calls `close()`.
+    The index is model.safetensors.index.json, or the only *.safetensors.index.json. The constructor reads and checks all headers. The files
+    stay open until `close()`. Several threads may read at a time, but not while another thread calls `close()`.
 
-    Raises CheckpointError if a file or the index is damaged or incomplete, or if they disagree; OSError if one cannot be read.
+    Raises CheckpointError if a file or the index is damaged or incomplete, or if index and files differ; OSError if a read fails.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -66,7 +66,7 @@ class TensorFiles:
         self.metadata: dict[str, str] = {}
         self._files: dict[str, _File] = {}
         paths, index = _paths_of(self.path)
-        budget = Budget(_LISTS_NBYTES, f"{self.path}: what its files list", "they are not of one model, or damaged")
+        budget = Budget(_LISTS_NBYTES, f"{self.path}: the lists of its files", "the files are not from one model, or damaged")
         with contextlib.ExitStack() as stack, without_collections():
             for path in paths:
                 file = self._files[path] = _File(path)
@@ -77,10 +77,10 @@ class TensorFiles:
             self._open = stack.pop_all()
 
     def read(self, name: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Return elements [start, start + numel) of the row-major tensor, or all from start on: a new tensor, 1-D [numel], on the CPU.
+        """Return a new 1-D CPU tensor of elements [start, start + numel), row-major; by default all elements from `start` on.
 
-        Raises KeyError for a name in no file; ValueError for elements outside of the tensor, or after `close()`; CheckpointError for an
-        `unreadable` name, or if the file was changed after it was opened; OSError with the path if the read fails.
+        Raises KeyError for an unknown name, and ValueError for elements outside of the tensor or after `close()`. Raises CheckpointError for an
+        `unreadable` name, or if the file has changed since it was opened. Raises OSError with the path if the read fails.
         """
         if name in self.unreadable:
             raise CheckpointError(self.unreadable[name].refusal)
@@ -119,7 +119,7 @@ class TensorFiles:
             (self.names if isinstance(info, TensorInfo) else self.unreadable)[info.name] = info
             if twin is not None:
                 raise CheckpointError(
-                    f"{show(info.name)} is in {twin.file} and in {info.file}; expected in one. Move files of other models away."
+                    f"{show(info.name)} is in {twin.file} and in {info.file}; expected in one file. Move files of other models away."
                 )
         self.metadata = metadata | self.metadata
 
@@ -132,8 +132,8 @@ class TensorFiles:
         ]
         if absent:
             raise CheckpointError(
-                f"{path} names tensors that their files do not have: {show(*absent)}. Index and files are not of one model, or "
-                "of different versions; download or copy the folder again."
+                f"{path} names tensors that the files do not have: {show(*absent)}. Index and files are from different models or "
+                "versions; download or copy the folder again."
             )
 
 
@@ -154,16 +154,16 @@ class _File:
 
     def __init__(self, path):
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # without O_NONBLOCK, a pipe would block
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
-            raise CheckpointError(f"{path} is not a file but a directory or device; expected a safetensors file")
+            raise CheckpointError(f"{path} is a directory or device; expected a safetensors file")
         self.nbytes = status.st_size
         self._changed_ns = status.st_mtime_ns
 
     def read_into(self, memory, offset):
-        """Fill a flat buffer of bytes from the file's byte `offset` on."""
+        """Fill a flat buffer with the bytes of the file from `offset` on."""
         memory = memoryview(memory)
         done = 0
         with naming(self.path):
@@ -175,8 +175,8 @@ class _File:
             status = os.fstat(self._fd)
         if done < len(memory) or (status.st_size, status.st_mtime_ns) != (self.nbytes, self._changed_ns):
             raise CheckpointError(
-                f"{self.path} was changed while it was read: it had {self.nbytes} bytes when it was opened, and has "
-                f"{status.st_size} now. Begin again when nothing writes to it."
+                f"{self.path} was changed while it was read: {self.nbytes} bytes when opened, {status.st_size} bytes now. "
+                f"Read again when no program writes to the file."
             )
 
     def close(self):
@@ -188,7 +188,7 @@ class _File:
 
 
 def _damaged(path, what):
-    return CheckpointError(f"{path}: {what}. It is damaged, incomplete or not what its name says; download or copy it again.")
+    return CheckpointError(f"{path}: {what}. The file is damaged, incomplete or of another type; download or copy it again.")
 
 
 def _read_header(file, budget):
@@ -203,7 +203,7 @@ def _read_header(file, budget):
         raise _damaged(file.path, f"a header of {length} bytes, expected at most {limit} in a file of {file.nbytes}")
     text = bytearray(length)
     file.read_into(text, 8)
-    if (num := text.count(b'"data_offsets"')) > MAX_TENSORS:  # before a second is spent on parsing them
+    if (num := text.count(b'"data_offsets"')) > MAX_TENSORS:  # checked first: parsing them could take 1 s
         raise _damaged(file.path, f"lists {num:,} tensors, expected at most {MAX_TENSORS:,}")
     entries, metadata = {}, None
     with _reading(file.path, "header"):
@@ -212,7 +212,7 @@ def _read_header(file, budget):
             if name in entries or (name == "__metadata__" and metadata is not None):
                 raise ValueError(f"the key {show(name)} is there twice")
             if name == "__metadata__":
-                metadata = json.value(Budget(_METADATA_NBYTES, f"{file.path}: its __metadata__", "it is no safetensors file's"))
+                metadata = json.value(Budget(_METADATA_NBYTES, f"{file.path}: its __metadata__", "expected a safetensors file"))
                 if not isinstance(metadata, dict) or not all(is_text(value) for item in metadata.items() for value in item):
                     raise _damaged(file.path, "__metadata__ is not a map of texts to texts")
                 continue
@@ -225,7 +225,7 @@ def _read_header(file, budget):
     last = 8 + length
     for begin, end, info in spans:
         if begin != last:
-            problem = "overlaps the one before it" if begin < last else f"lies behind {begin - last} bytes of no tensor"
+            problem = "overlaps the tensor before it" if begin < last else f"follows {begin - last} bytes of no tensor"
             raise _damaged(file.path, f"tensor {show(info.name)} {problem}")
         last = end
     if last != file.nbytes:
@@ -234,7 +234,7 @@ def _read_header(file, budget):
 
 
 def _parse_tensor(name, entry, file, data):
-    """Return (begin, end, TensorInfo or UnreadableInfo) of one entry of a header, in bytes of the file. data: the offset of the data."""
+    """Return (begin, end, TensorInfo or UnreadableInfo) of an entry of a header. begin, end, data: offsets in the file, in bytes."""
 
     def refuse(what):
         return _damaged(file.path, f"tensor {show(name)} {what}")
@@ -254,8 +254,8 @@ def _parse_tensor(name, entry, file, data):
     numel = 1
     for size in shape:
         numel *= size
-        if numel > MAX_NUMEL:  # checked at each factor: the product of many takes long
-            raise refuse(f"has shape {show(shape)}, which is more than any memory holds")
+        if numel > MAX_NUMEL:  # checked after each factor, because the product of many factors takes long
+            raise refuse(f"has shape {show(shape)}, which is larger than any memory")
     bits = numel * (8 * dtype.itemsize if dtype is not None else BITS_WITHOUT_DTYPE[code])
     if bits != 8 * (span[1] - span[0]):
         raise refuse(f"has {span[1] - span[0]} bytes, expected {bits / 8:g} for {code} {show(shape)}")
@@ -273,7 +273,7 @@ def _paths_of(path):
     if INDEX in indices:
         indices = [INDEX]
     if len(indices) > 1:
-        raise CheckpointError(f"{path} has several indices: {show(*indices)}; expected one. Move those of other models away.")
+        raise CheckpointError(f"{path} has several indices: {show(*indices)}; expected one. Move the indices of other models away.")
     if indices:
         index = os.path.join(path, indices[0])
         weight_map = _read_index(index)
@@ -284,13 +284,13 @@ def _paths_of(path):
         return [os.path.join(path, name) for name in files], (index, weight_map)
     files = [name for name in listing if name.endswith(SUFFIX)]
     if not files:
-        raise CheckpointError(f"{path} has no *{SUFFIX} file; name a safetensors file or a folder of a model that has them")
+        raise CheckpointError(f"{path} has no *{SUFFIX} file; name a safetensors file, or a folder with safetensors files")
     _check_numbered(path, files)
     return [os.path.join(path, name) for name in files], None
 
 
 def _check_numbered(path, files):
-    """Raise CheckpointError unless all files of a numbered series are there. Without an index, only the names tell their number."""
+    """Raise CheckpointError if a file of a numbered series is missing. Without an index, only the file names tell the number of files."""
     series = {}
     for name in files:
         match = re.fullmatch(r"(.*)-\d+-of-(\d{1,9})" + re.escape(SUFFIX), name, re.ASCII | re.DOTALL)
@@ -314,12 +314,12 @@ def _read_index(path):
     finally:
         file.close()
     weight_map, files = None, {}
-    budget = Budget(_LISTS_NBYTES, f"{path}: what it lists", "it is not of one model, or damaged")
+    budget = Budget(_LISTS_NBYTES, f"{path}: the weight_map", "the index is not from one model, or damaged")
     with _reading(path, "index"):
         json = Text(memoryview(text))
         for key in json.members():
             if key != "weight_map":
-                json.value(Budget(_METADATA_NBYTES, f"{path}: what is not its weight_map", "it is no index"))
+                json.value(Budget(_METADATA_NBYTES, f"{path}: the keys beside weight_map", "expected the index of a model"))
                 continue
             if weight_map is not None:
                 raise ValueError("the key 'weight_map' is there twice")
@@ -342,11 +342,11 @@ def _read_index(path):
 
 @contextlib.contextmanager
 def _reading(path, what):
-    """Turn an error of the JSON parser into an error that says that the file is damaged."""
+    """Turn an error of the JSON parser into a CheckpointError for a damaged file."""
     try:
         with without_collections():
             yield
     except CheckpointError as error:
         raise error if path in str(error) else _damaged(path, f"its {what}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its {what} is not JSON, or none of ours: {error}") from None
+        raise _damaged(path, f"its {what} is not valid JSON of this format: {error}") from None

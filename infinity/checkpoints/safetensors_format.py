@@ -2,14 +2,15 @@
 
 Knows the format. Must not know files: safetensors.py reads them, safetensors_writer.py writes them.
 
-# [Note: what a safetensors file is]
+# [Note: the safetensors format]
 #
 #   | N: 8 bytes, little endian | header: N bytes of JSON, padded with spaces | data |
 #
-# The header maps a name to {"dtype", "shape", "data_offsets": [begin, end)}, counted from the start of the data, and
-# "__metadata__" to a map of texts. Tensors are row-major and cover the data without holes or overlaps, in any order. We keep the
-# order of the specs but put wider dtypes first, so that each tensor is aligned. A folder of several files has an index, whose
-# "weight_map" maps each name to the name of its file. Source: the format section of safetensors' README.
+# The header maps each name to {"dtype", "shape", "data_offsets": [begin, end)}. Offsets count from the start of the data. The header also maps
+# "__metadata__" to a map of texts. Tensors are row-major and cover the data without gaps or overlaps, in any order. The writer keeps the
+# order of the specs but puts wider dtypes first, to align each tensor. A folder of several files has an index. The index's "weight_map"
+# maps each tensor's name to a file name.
+# Source: the format section of safetensors' README.
 """
 
 import math
@@ -50,14 +51,14 @@ SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
 
-_SHORT = reprlib.Repr()  # which also limits the depth
+_SHORT = reprlib.Repr()  # limits the depth, too
 _SHORT.maxstring = 120
 _SHORT.maxlist = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor that a file will hold."""
+    """A tensor to be written to a file."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +75,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo(TensorSpec):
-    """A tensor in a file: row-major, little endian, from byte `offset` of the file with path `file` on."""
+    """A tensor in the file with path `file`: row-major, little endian, from byte `offset` of the file on."""
 
     file: str
     offset: int
@@ -82,7 +83,7 @@ class TensorInfo(TensorSpec):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableInfo:
-    """A tensor in a file whose dtype this version of torch lacks. code: the name that the format has for the dtype."""
+    """A tensor in a file, with a dtype that this version of torch lacks. code: the format's name of the dtype."""
 
     name: str
     code: str
@@ -97,7 +98,7 @@ class UnreadableInfo:
 
 
 def is_text(value):
-    """Whether the value is a text with a UTF-8 form. JSON can write half of a surrogate pair, which has none."""
+    """Whether the value is a str that UTF-8 can encode. JSON can contain half of a surrogate pair, which UTF-8 cannot encode."""
     if not isinstance(value, str):
         return False
     try:
@@ -111,12 +112,12 @@ def is_sizes(value):
     """Whether the value is a list of sizes that a tensor may have."""
     if not isinstance(value, (list, tuple)) or len(value) > MAX_DIMENSIONS:
         return False
-    for size in value:  # all() takes twice as long, and a header holds many
+    for size in value:  # all() takes twice as long, and a header holds many sizes
         if type(size) is not int or not 0 <= size <= MAX_NUMEL:
             return False
     return True
 
 
 def show(*values, limit=10):
-    """Untrusted values for a message: printable, few, and short."""
+    """Untrusted values in printable form, shortened for a message."""
     return ", ".join(map(_SHORT.repr, values[:limit])) + (f" and {len(values) - limit} more" if len(values) > limit else "")

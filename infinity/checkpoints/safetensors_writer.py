@@ -1,10 +1,10 @@
-"""Writing safetensors files, and folders of them, in pieces: the format is [Note: what a safetensors file is] in safetensors_format.py.
+"""A writer of safetensors files, and of folders of such files, in pieces. See [Note: the safetensors format] in safetensors_format.py.
 
 Knows files, names, dtypes and shapes. Must not know where values come from.
 
 # [Note: a folder is whole or absent]
-# Files are written under temporary names, which no reader takes for tensors, then renamed together, the index last. A crash
-# between two renames leaves some of the numbered files and no index, which TensorFiles refuses.
+# The writer gives all files temporary names, which readers ignore. Then the writer renames all files, the index last. A crash between two
+# renames leaves some numbered files and no index. TensorFiles refuses such a folder.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from infinity.checkpoints.safetensors_format import CODES, DTYPES, INDEX, SUFFIX
 from infinity.errors import CheckpointError
 
 MAX_FILE_NBYTES = 5 * 10**9
-_METADATA_NBYTES = 1 << 20  # of a header, kept for the metadata
+_METADATA_NBYTES = 1 << 20  # of a header, reserved for the metadata
 _PIECE_NBYTES = 16 << 20  # of one write
-_FLUSH_NBYTES = 64 << 20  # the kernel begins to write these
-_SETTLE_NBYTES = 256 << 20  # and at most these are only in memory
+_FLUSH_NBYTES = 64 << 20  # after each of these, the writer asks the kernel to write and drop them
+_SETTLE_NBYTES = 256 << 20  # most bytes in the page cache that are not on the drive
 
 
 def plan_files(specs: Iterable[TensorSpec], *, max_file_nbytes: int = MAX_FILE_NBYTES) -> list[tuple[str, list[TensorSpec]]]:
-    """Which file holds what: (file name, its specs), in the order of the specs; max_file_nbytes bounds the tensors of a file.
+    """Distribute tensors over files, in the order of the specs. Returns [(file name, specs)]. max_file_nbytes: of the tensors of a file.
 
-    A file has at most MAX_TENSORS tensors, and a header of at most MAX_HEADER_NBYTES, as TensorFiles reads no more. A larger tensor has a
-    file of its own. One file is model.safetensors, several are model-00001-of-00003.safetensors.
-    Raises ValueError for a name that is taken or not a text, a shape or a dtype that the format does not have.
+    A file has at most MAX_TENSORS tensors and a header of at most MAX_HEADER_NBYTES, because TensorFiles reads no more. A tensor of more
+    than max_file_nbytes gets a file of its own. One file is named model.safetensors, several model-00001-of-00003.safetensors.
+    Raises ValueError for a name that is taken or not a text, and for a shape or dtype that the format lacks.
     """
     if max_file_nbytes < 1:
         raise ValueError(f"max_file_nbytes={max_file_nbytes}: expected at least 1")
@@ -40,7 +40,7 @@ def plan_files(specs: Iterable[TensorSpec], *, max_file_nbytes: int = MAX_FILE_N
     for spec in specs:
         _check_spec(spec)
         if spec.name in names:
-            raise ValueError(f"the name {show(spec.name)} is taken; each tensor of a model needs its own")
+            raise ValueError(f"the name {show(spec.name)} is taken; give each tensor a different name")
         names.add(spec.name)
         entry_nbytes = _most_entry_nbytes(spec)
         is_full = len(groups[-1]) == MAX_TENSORS or header_nbytes + entry_nbytes > MAX_HEADER_NBYTES - _METADATA_NBYTES
@@ -64,16 +64,16 @@ def write_files(
     metadata: dict[str, str] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Write tensors into files as `plan_files` says, and an index if there are several. Returns the bytes written.
+    """Write tensors into the files of `plan_files`, and an index for several files. Returns the number of bytes written.
 
-    parts(spec) gives 1D CPU tensors of spec.dtype that, one behind the other, are the tensor's elements, row-major; it is called
-    once a tensor, file by file, those of wider dtypes first. Each is written before the next is asked for.
-    progress(done_nbytes, total_nbytes) is called as bytes are written, headers included. `metadata` joins {"format": "pt"}.
+    parts(spec) returns the tensor's elements, row-major, as a sequence of 1-D CPU tensors of spec.dtype. write_files calls parts once per
+    tensor, file by file, wider dtypes first within a file. Each part is written before the next part is requested.
+    progress(done_nbytes, total_nbytes) counts headers, too. metadata: added to {"format": "pt"}.
 
-    The directory is made if it is missing, in a parent that exists; unlike a checkpoint, which is private, what is made for others has
-    the modes of the umask. All or nothing: see [Note: a folder is whole or absent].
-    Raises CheckpointError if the directory holds tensors or the disk has no room, ValueError for a spec that has no place in a
-    file or parts that are not what the spec says, OSError with the path. After an error nothing is left of what was written.
+    A missing directory is made if the parent exists. New files and the directory have the modes of the umask, because others may read an
+    export; a checkpoint is private. An error leaves none of the new files: see [Note: a folder is whole or absent].
+    Raises CheckpointError if the directory already holds tensors or the disk has no room. Raises ValueError for an invalid spec, or for parts
+    that do not match the spec. Raises OSError with the path.
     """
     directory = os.fsdecode(directory)
     contents = _contents(plan_files(specs, max_file_nbytes=max_file_nbytes), {"format": "pt", **(metadata or {})})
@@ -112,7 +112,7 @@ def write_files(
 
 @dataclass(frozen=True)
 class _Content:
-    """What a file will hold: `head`, then the tensors of `specs`."""
+    """The planned content of a file: `head`, then the tensors of `specs`."""
 
     name: str
     head: bytes
@@ -145,13 +145,13 @@ def _check_spec(spec):
 
 
 def _most_entry_nbytes(spec):
-    """At most so many bytes of a header are taken by a tensor's entry, wherever its data lies."""
+    """An upper bound of the bytes of a tensor's entry in a header, for any offsets of the data."""
     entry = {spec.name: {"dtype": CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [10**19, 10**19]}}
     return len(json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def _contents(plan, metadata):
-    """The files of a plan, the index last. All but the tensors is made here, so that it can fail before anything is written."""
+    """The files of a plan, the index last. Headers and index are made before the first write, because both may raise ValueError."""
     if not all(is_text(value) for item in metadata.items() for value in item):
         raise ValueError(f"metadata={show(metadata)}: expected texts for keys and values")
     contents = []
@@ -165,7 +165,7 @@ def _contents(plan, metadata):
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_NBYTES:
             raise ValueError(
-                f"{name} needs a header of {len(text)} bytes, readers take {MAX_HEADER_NBYTES}; lower max_file_nbytes"
+                f"{name} needs a header of {len(text)} bytes, readers accept {MAX_HEADER_NBYTES}; lower max_file_nbytes"
             )
         contents.append(_Content(name, len(text).to_bytes(8, "little") + text, tuple(specs)))
     if len(plan) > 1:
@@ -174,7 +174,7 @@ def _contents(plan, metadata):
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
         if len(text) > MAX_HEADER_NBYTES:
-            raise ValueError(f"the index needs {len(text)} bytes, readers take {MAX_HEADER_NBYTES}; use shorter names")
+            raise ValueError(f"the index needs {len(text)} bytes, readers accept {MAX_HEADER_NBYTES}; use shorter names")
         contents.append(_Content(INDEX, text))
     return contents
 
@@ -185,7 +185,7 @@ def _check_vacant(directory):
     taken = sorted(name for name in os.listdir(directory) if name.endswith(suffixes))
     if taken:
         raise CheckpointError(
-            f"{directory} already holds {show(*taken)}; name another directory, or remove them (*{TEMPORARY} is of a write "
+            f"{directory} already holds {show(*taken)}; name another directory, or remove these files (*{TEMPORARY} are from a write "
             "that is under way or was killed)"
         )
 
@@ -202,7 +202,7 @@ def _check_space(directory, contents):
 
 
 def _write(path, content, parts, meter):
-    """Write one file and wait until it is on the drive; removes it if that fails. Returns its path."""
+    """Write and fsync one file. Returns its path. After an error the file is removed."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         sink = _Sink(fd, path, meter)
@@ -237,13 +237,14 @@ def _check_part(spec, part, done):
 
 def _bytes_of(part):
     flat = part.detach().contiguous()
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()  # a lone element may have any stride, but not for view()
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()  # view() needs stride 1, which a lone element may lack
 
 
 class _Sink:
-    """Writes a file from its start. What lies in the page cache is bounded, as it would push out what training needs.
+    """Writes a file from the start. Bounds the file's bytes in the page cache, because they would evict pages that training needs.
 
-    After _FLUSH_NBYTES the kernel is asked to drop them, so it begins to write; after _SETTLE_NBYTES we wait for those.
+    After each _FLUSH_NBYTES, the sink asks the kernel to drop these pages, which starts their writes. After each _SETTLE_NBYTES, the sink
+    waits for the writes.
     """
 
     def __init__(self, fd, path, meter):

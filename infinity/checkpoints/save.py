@@ -1,18 +1,18 @@
 """Saving the training state of an engine: `infinity.save`.
 
-Knows a snapshot of the state, and which parts of it a checkpoint already has on the disk. Must not know how files are made whole
-(files.py), or what a manifest looks like on the disk (manifest.py).
+Knows a snapshot of the state, and which records the last checkpoint already has on the disk. Must not know how files replace each other
+(files.py), or the JSON of a manifest (manifest.py).
 
 # [Note: when a record is saved]
-# A checkpoint holds the state between two steps, at the moment when `save` was called: the engine's snapshot of it. The snapshot copies
-# each record once, part by part, and before the record changes ([Note: copies on write] in infinity/tiers/snapshot.py). The thread of the
-# checkpoint, `infinity-save`, writes each part and makes the manifest. Other threads ask the snapshot for records:
-#   - at once, the records of frozen weights, and records that no step brings into host memory: `infinity-save-helper` threads;
-#   - the other records, when a step has passed, a thread waits for the checkpoint, or PATIENCE_S is over: one of these helpers;
-#   - records on the device: the training thread, before `save` returns, because the next kernels may write to the record itself.
-# A file whose records have not changed since the last checkpoint may be linked instead: [Note: what is linked] in linked.py.
+# A checkpoint holds the state between two steps at the call of `save`: the engine's snapshot. The snapshot copies each record once, part by
+# part, before the record changes ([Note: copies on write] in infinity/tiers/snapshot.py). The thread of the checkpoint, `infinity-save`,
+# writes each part and makes the manifest. Other threads ask the snapshot for records:
+#   - `infinity-save-helper` threads ask at once for records of frozen weights, and for records that no step brings into host memory.
+#   - One of these helpers asks for the other records after a step, after PATIENCE_S, or when a thread waits for the checkpoint.
+#   - The training thread asks for records on the device before `save` returns, because the next kernels may write to the record itself.
+# The save may instead link a file whose records have not changed since the last checkpoint: [Note: linked files] in linked.py.
 #
-# Only `save` itself makes collectives. Afterwards the ranks tell each other the outcome by `Ranks.post`.
+# Only `save` itself runs collectives. Later the ranks exchange the outcome by `Ranks.post`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from infinity.errors import CheckpointError, warn
 from infinity.sizes import parse_budget, parse_bytes
 from infinity.system.waits import THREADS
 
-MOST_THREADS = 8  # that copy records from host memory: at most half of the processors
-PATIENCE_S = 10.0  # how long a checkpoint waits for a step that brings records into host memory
+MOST_THREADS = 8  # threads that copy records from host memory; also at most half of the processors
+PATIENCE_S = 10.0  # the longest time that a checkpoint waits for a step to bring records into host memory
 
 
 def save(
@@ -59,23 +59,23 @@ def save(
     host_memory: int | str = "64MiB",
     progress: Progress | None = None,
 ) -> Saving:
-    """Save the whole training state in a directory. At any moment the directory holds the old checkpoint or the new one, whole.
+    """Save the whole training state in a directory. At any moment the directory holds the complete old or the complete new checkpoint.
 
-    A checkpoint holds weights, masters, moments, step counts, hyper-parameters, the loss scale, and the states of every rank's random
-    number generators (torch, CUDA, numpy, random). From rank 0 it holds the buffers and the scheduler's state_dict().
-    extra: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them; long lists as tensors or arrays. It is the same
-    on every rank, such as the states of all ranks' data loaders.
+    A checkpoint holds weights, masters, moments, step counts, hyper-parameters, the loss scale, and all ranks' random number generators
+    (torch, CUDA, numpy, random). Buffers and the scheduler's state_dict() come from rank 0.
+    extra: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them; pass long lists as tensors or arrays. All ranks
+    must pass the same value, such as the states of all ranks' data loaders.
 
-    Call it between step() and the next forward pass, on all ranks, which must see the same directory. With wait=False training goes on
-    while the checkpoint is written; call `wait()` of the result to learn the outcome. Updates that the last step() announced are saved
+    Call save between step() and the next forward pass, on all ranks, which must see the same directory. With wait=False training continues
+    while the checkpoint is written; call `wait()` of the result to learn the outcome. If the last step() announced updates, they are saved
     when the next forward pass, `wait()` or close() runs them.
-    host_memory, in bytes or such as "4GiB", is for each rank: a record that is about to change is copied there, and written from there.
-    If it holds the whole checkpoint, training waits for no write; otherwise training waits for the writes that free it. At least two
-    buffers of at most 16 MiB are used.
-    progress(done, total), in bytes of this rank, is called while the checkpoint is waited for.
+    host_memory: per rank, in bytes or such as "4GiB". A record that is about to change is copied into this memory, and written from there.
+    If host_memory holds the whole checkpoint, training never waits for a write. Otherwise training waits for writes that free memory. The
+    least memory is two buffers of at most 16 MiB.
+    progress(done, total), in bytes of this rank, is called during `wait`.
 
-    Raises CheckpointError for a value that cannot be saved, or if there is no room; SwapError (an OSError) if the disk fails. The old
-    checkpoint is there then.
+    Raises CheckpointError for a value that cannot be saved, or for a full disk; SwapError (an OSError) if the disk fails. The old
+    checkpoint stays then.
     """
     state = training_state_of(model)
     with state.turn, state.ranks.at("infinity.save"):
@@ -90,7 +90,7 @@ def save(
 
 
 class Saving:
-    """A checkpoint under way; see [Note: when a record is saved]. `save` makes it."""
+    """A running save, made by `save`; see [Note: when a record is saved]."""
 
     def __init__(self, state: TrainingState, path: Path, scheduler, extra, host_nbytes: int):
         self.path = path
@@ -98,9 +98,9 @@ class Saving:
         self._pid = os.getpid()
         self._state, self._ranks = state, state.ranks
         self._chunks = state.chunks
-        self._lock = threading.Lock()  # guards _unread, and which files are linked
-        self._unread: dict[int, Linked] = {}  # linked files that are still to be read
-        self._crcs: dict[int, tuple[int, ...]] = {}  # of records in linked files
+        self._lock = threading.Lock()  # guards _unread and the writer's set of linked files
+        self._unread: dict[int, Linked] = {}  # linked files that a thread has yet to read
+        self._crcs: dict[int, tuple[int, ...]] = {}  # checksums of records in linked files, by chunk
         self._directory: Directory | None = None
         self._done_nbytes = 0
         self._thread = threading.Thread(target=self._run, name=f"{THREADS}save", daemon=True)
@@ -128,9 +128,9 @@ class Saving:
         return self.reader.error
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Wait until the checkpoint is whole. Raises the error that ended it; the checkpoint before it is there then.
+        """Wait until the checkpoint is complete. Raises the error that ended the save; the old checkpoint stays then.
 
-        In another thread than the one that trains, this also waits until that thread begins the updates that step() has announced.
+        In a thread other than the training thread, the call also waits until the training thread begins the updates that step() announced.
         """
         reader = self.reader
         if progress is not None:
@@ -142,8 +142,8 @@ class Saving:
         reader.wait()
 
     def _at_exit(self) -> None:
-        """The program ends and has not waited."""
-        if os.getpid() != self._pid:  # a forked child, which has none of the threads
+        """Wait at the end of a program that has not waited."""
+        if os.getpid() != self._pid:  # a forked child has none of the threads
             return
         try:
             self.wait()
@@ -157,20 +157,20 @@ class Saving:
     # In `save`.
 
     def _prepare(self, scheduler, extra) -> None:
-        """Do all that may be refused: values beside records, the directory, its free space, and the files."""
+        """Do everything that may raise an error: encode values, claim the directory, check free space, and make the files."""
         state, ranks = self._state, self._ranks
         self._tensors = tensors = Tensors()
         values = ranks.together(lambda: values_of(state, tensors.put, scheduler, extra))
         rng = tuple(json.loads(text) for text in ranks.exchange(json.dumps(generators(state.device)).encode()))
         if len(set(ranks.exchange(digest_of(values["extra"], [entry.crc32c for entry in tensors.entries])))) > 1:
             raise CheckpointError(
-                "extra: the ranks gave different ones, and a checkpoint keeps one for all: gather what each of them needs into it, for "
-                "instance a list by rank (torch.distributed.all_gather_object)"
+                "extra: the ranks gave different values, and a checkpoint stores one value for all ranks. Pass one value that has the data of "
+                "each rank, such as a list by rank (torch.distributed.all_gather_object)"
             )
         try:
-            self._directory = ranks.together(lambda: Directory(self._root) if not ranks.rank else None, undo=_abort)
+            self._directory = ranks.together(lambda: Directory(self._root) if ranks.is_first else None, undo=_abort)
             name = ranks.exchange(self._directory.folder.encode() if self._directory else b"")[0].decode()
-            self.folder = name  # below the path, of this checkpoint alone
+            self.folder = name  # a folder in the directory, used by this checkpoint alone
             self._draft = draft(state, folder=name, tensors=tuple(tensors.entries), rng=rng, **values)
             self._publication = Publication(ranks, self.path, name, self._snapshot.check)
             self._lay_out()
@@ -181,14 +181,14 @@ class Saving:
             raise
 
     def _lay_out(self) -> None:
-        """Decide which files there are, and which of them may be linked."""
+        """Lay out the files of this rank, and find the files that may be linked."""
         chunks, last = self._chunks, self._state.last_save
         self._files, self._places = lay_out([c.record for c in chunks], [c.trainable for c in chunks], self._ranks.rank)
         self._number = 0 if last is None else last.number + 1
         self._linked = unchanged(last, self._number, self._snapshot.versions, self._files, self._places, self._root)
 
     def _writer_for(self, folder: Path):
-        """Return the function by which this rank makes its files."""
+        """Return a function that makes this rank's files."""
         fresh_nbytes = sum(file.nbytes for index, file in enumerate(self._files) if index not in self._linked)
         everyone = sum(int(nbytes) for nbytes in self._ranks.exchange(str(fresh_nbytes).encode())) + self._tensors.nbytes
 
@@ -196,13 +196,13 @@ class Saving:
             if self._directory is not None:
                 self._directory.check_space(everyone)
             if not folder.is_dir():
-                raise CheckpointError(f"{folder} is not there for {self._ranks.name}: all ranks must see the same directory")
+                raise CheckpointError(f"{folder} does not exist for {self._ranks.name}: all ranks must see the same directory")
             return Writer(folder, self._files, self._places, {index: file.path for index, file in self._linked.items()})
 
         return make
 
     def _skip_linked(self) -> None:
-        """Decide which linked files are read again. The snapshot need not copy the records of the others."""
+        """Choose the linked files that this save reads. The snapshot skips the records of the other linked files."""
         files, kept = self._files, self._writer.linked
         unread = to_read(self._linked, files)
         self._total_nbytes = sum(file.nbytes for index, file in enumerate(files) if index not in kept)
@@ -246,7 +246,7 @@ class Saving:
                 atexit.unregister(self._at_exit)
 
     def _write_parts(self) -> None:
-        """Write all parts of records, as the snapshot copies them."""
+        """Write the parts of records in the order in which the snapshot copies them."""
         snapshot = self._snapshot
         while not snapshot.is_complete:
             part = snapshot.next_part(0.5)
@@ -263,7 +263,7 @@ class Saving:
                 part.buffer.release(*tickets)
 
     def _unlink(self, file: int) -> None:
-        """A file that was linked, and not read yet, is written instead."""
+        """If the file is linked and not read yet, replace the link by a new file."""
         with self._lock:
             if self._unread.pop(file, None) is not None:
                 self._writer.renew(file)
@@ -277,7 +277,7 @@ class Saving:
         self._state.last_save = LastSave(folder, self._files, crcs, versions, self._number, dict(self._ages))
 
     def _commit(self, crcs: list[list[list[int]]]) -> None:
-        """Make the manifest, on rank 0. crcs: by rank and chunk."""
+        """On rank 0: make the manifest and commit the checkpoint. crcs: by rank and chunk."""
         self._tensors.write(self._root / self._draft.folder)
         files, places = lay_out_all(self._draft)
         rows = [tuple(RecordPlace(*at, tuple(crcs[rank][index])) for rank, at in enumerate(row)) for index, row in enumerate(places)]
@@ -288,7 +288,7 @@ class Saving:
     # Threads that ask the snapshot for records.
 
     def _helpers(self) -> list[threading.Thread]:
-        """Threads that ask for records outside of linked files. No pool: a pool starts no thread once the program ends."""
+        """Threads that ask for records outside of linked files. Not a thread pool, because a pool starts no thread at exit."""
         snapshot = self._snapshot
         indices = [c.index for c in self._chunks if self._places[c.index][0] not in self._unread and not snapshot.is_copied_here(c.index)]
         at_once = deque(index for index in indices if not snapshot.waits_for_step(index))
@@ -299,11 +299,11 @@ class Saving:
         ]
 
     def _read(self, at_once: deque[int], later: Sequence[int]) -> None:
-        """Ask for records at once, several threads from one deque; then, in one thread, for those that wait for a step."""
+        """Ask for the records of `at_once`, a deque that several threads share; then, in one thread, for the records of `later`."""
         try:
             while at_once:
                 self._snapshot.read(at_once.popleft())
-        except IndexError:  # another thread has the last one
+        except IndexError:  # another thread took the last record
             pass
         if later:
             deadline = time.monotonic() + PATIENCE_S
@@ -313,13 +313,13 @@ class Saving:
                 self._snapshot.read(index)
 
     def _read_linked(self) -> None:
-        """Compare linked files with their checksums. The records of a damaged file are saved as if they had never been saved."""
+        """Compare linked files with their checksums. Records of a damaged file are saved again from the engine."""
         try:
             for file, linked in list(self._unread.items()):
                 chunks = [self._chunks[index] for index in linked.crcs]
                 wrong = next((c for c in chunks if file in self._unread and not self._is_whole(c, linked)), None)
                 with self._lock:
-                    if file not in self._unread:  # a record of the file was about to change
+                    if file not in self._unread:  # a record of the file was about to change, so the save writes the file anyway
                         wrong = None
                     elif wrong is None and self._skip(linked):
                         del self._unread[file]
@@ -337,9 +337,9 @@ class Saving:
     def _warn(self, linked: Linked, wrong: ChunkInfo) -> None:
         told = f"{', '.join(wrong.names[:2])}{', ...' if len(wrong.names) > 2 else ''}"
         warn(
-            f"{linked.path} has changed since it was saved ({told}): the checkpoint {self.path} has its records anew, from the "
-            f"engine. Earlier checkpoints share the damaged file, and the drive may not be sound: infinity checkpoint verify "
-            f"names those that are whole."
+            f"{linked.path} has changed since it was saved ({told}): the checkpoint {self.path} gets these records from the "
+            f"engine. Earlier checkpoints share the damaged file, and the drive may be failing: infinity checkpoint verify "
+            f"finds the checkpoints that are not damaged."
         )
 
 

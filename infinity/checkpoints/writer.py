@@ -18,13 +18,13 @@ from infinity.checkpoints.files import QUEUE, failed, open_direct, write_whole
 from infinity.checkpoints.manifest import TENSORS_NAME, TENSOR_DTYPES, File, StoredTensor
 from infinity.errors import CheckpointError
 
-Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, offset) of each record
+Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, offset in bytes) of each record
 
 
 class Writer:
-    """The files of records of a new checkpoint, in a folder that exists. linked: the paths of files to link, by index of the file.
+    """The record files of a new checkpoint, in an existing folder. linked: the paths of files to link, by index of the file.
 
-    Raises SwapError, after it has removed the files that it made.
+    Before the constructor or `finish` raises SwapError, it removes the new files.
     """
 
     def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: Mapping[int, Path] | None = None):
@@ -53,12 +53,12 @@ class Writer:
         return self._queue.write(self._fds[file], buffer, start + offset)
 
     def read(self, record, offset: int, buffer: memoryview) -> aio_ext.Ticket:
-        """Begin to read a part of a record of a linked file. The rules of `write` hold."""
+        """Begin to read a part of a record from a linked file. The rules of `write` apply."""
         file, start = self.places[record]
         return self._queue.read(self._fds[file], buffer, start + offset)
 
     def renew(self, file: int) -> None:
-        """Replace a linked file by a new one, which is to be written. Raises SwapError; the caller must `abort` then."""
+        """Replace a linked file by a new file for writing. Raises SwapError; the caller must `abort` then."""
         path = self.folder / self.files[file].name
         try:
             os.unlink(path)
@@ -71,16 +71,16 @@ class Writer:
         self._fds[file] = fd
 
     def finish(self) -> None:
-        """Wait until the disk has all files for good. The caller has waited for every ticket."""
+        """Fsync all new files. The caller must have waited for all tickets."""
         try:
             for index, fd in self._fds.items():
                 if index not in self.linked:
                     os.fsync(fd)
         except OSError as error:
             self.abort()
-            raise failed("a file of the checkpoint could not be brought to the disk", self.folder, error) from error
+            raise failed("fsync of a file of the checkpoint failed", self.folder, error) from error
         self._close()
-        self._made.clear()  # from here on `files.Directory` removes them
+        self._made.clear()  # from now on `files.Directory` removes these files
 
     def abort(self) -> None:
         """Remove the files, unless `finish` has returned. Idempotent."""
@@ -90,10 +90,10 @@ class Writer:
                 os.unlink(self._made.pop())
 
     def _link(self, old: Path, new: Path) -> int | None:
-        """Return a descriptor that reads the link, or None if there is no link."""
+        """Link a file. Returns a descriptor for reading, or None if the link failed."""
         try:
             os.link(old, new, follow_symlinks=False)
-        except OSError:  # the file has gone, or the filesystem has no links, or no more links of this file
+        except OSError:  # the file was removed, or the filesystem allows no link or no further link of this file
             return None
         self._made.append(new)
         fd = os.open(new, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -125,7 +125,7 @@ class Writer:
 
 
 class Tensors:
-    """The small tensors of a new checkpoint, on rank 0. `encoding.encode` calls `put`."""
+    """The small tensors of a new checkpoint. `encoding.encode` calls `put` on all ranks; rank 0 writes the file."""
 
     def __init__(self):
         self.entries: list[StoredTensor] = []
@@ -133,7 +133,7 @@ class Tensors:
         self.nbytes = 0
 
     def put(self, tensor: torch.Tensor) -> int:
-        """Take a copy, on the CPU. Returns its index. Raises CheckpointError for a kind of tensor that the format lacks."""
+        """Copy a tensor to the CPU and return the copy's index. Raises CheckpointError for a dtype or layout that the format lacks."""
         if str(tensor.dtype).removeprefix("torch.") not in TENSOR_DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
             where = "the meta device" if tensor.is_meta else f"layout {tensor.layout}"
             raise CheckpointError(f"tensors of {tensor.dtype} and {where} cannot be saved")

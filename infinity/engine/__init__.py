@@ -1,4 +1,4 @@
-"""What is to happen when: an engine's making, its hooks in a model, its steps.
+"""Engines: construction, hooks in a model, training steps, and access to parameters between steps.
 
-Knows the tiers by their verbs. Must not know how bytes move or what a kernel computes.
+Knows the methods of the tiers. Must not know how bytes move or what a kernel computes.
 """

@@ -1,7 +1,7 @@
-"""Building an engine's parts: from a model, a configuration and the machine's memory to tiers, lanes and slots.
+"""Construction of an engine's parts, such as tiers, lanes and slots, from a model, a configuration and the memory of the machine.
 
-Knows the constructor of every part. Must not know what the parts do later, except that saved activations may get their place late. Nothing is
-written before all budgets, directories and the space in them are known to be sufficient. sizing.py computes all sizes.
+Knows the constructor of every part. Must not know the later work of the parts, except that memory for saved activations may come later. Writes
+nothing before all budgets, directories and their free space are known to be sufficient. sizing.py computes all sizes.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from infinity.tiers.updates import Updater
 from infinity.tiers.values import Values
 from infinity.tiers.weights import Weights
 
-REGION_NBYTES = 4 << 30  # of records that stay in host memory: one is pinned while the next is touched
+REGION_NBYTES = 4 << 30  # a region for records that stay in host memory: one region is pinned while the next one is touched
 
 
 @dataclass
 class Assembly:
-    """The parts of one engine. swap is None where nothing lives on NVMe, compressor where no record does, activations where they stay on
-    the device. host_nbytes: what all of it may take of host memory. ahead: of all parameters' first values. tiers: the fastest
-    first, with the capacity that this rank has in each."""
+    """The parts of one engine. Three may be None: swap without data on NVMe, compressor without records on NVMe, and activations if these stay
+    on the device. host_nbytes: the budget of host memory. ahead: reads mapped files with the parameters' initial values. tiers: the
+    fastest first, with the capacity for this rank."""
 
     layout: Layout
     placement: planner.Placement
@@ -79,7 +79,7 @@ class Assembly:
 
     @uninterrupted
     def keep_activations(self, tier: Tier | None = None) -> Activations:
-        """Keep saved activations in host memory of their own. tier: the configured one; None: on demand, and none to storage."""
+        """Reserve host memory for saved activations. tier: the configured tier; None: activations leave on demand, and never for NVMe."""
         left, swap = max(0, self.host_nbytes - self.arena.nbytes), self.swap if tier else None
         how = {"to_nvme": tier is not None and tier.is_storage, "on_demand": tier is None}
         how |= {"who": self.records.who, "failure": self.records.failure}
@@ -96,14 +96,14 @@ def assemble(
     events: Events,
     training: Training,
 ) -> Assembly:
-    """named: the parameters to manage, in registration order.
+    """Build all parts. named: the parameters to manage, in registration order.
 
-    What of the parameters' values is in mapped files is read meanwhile. Raises BudgetError, ConfigError or SwapError where something does
-    not fit.
+    Meanwhile, threads read parameter values from mapped files into the page cache. Raises BudgetError, ConfigError or SwapError if the
+    model does not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     expected = expected_device_nbytes(config, device.type, device_budget)
-    with contextlib.ExitStack() as undo:  # what is made is closed again if something after it cannot be made
+    with contextlib.ExitStack() as undo:  # if a later part fails, the earlier parts are closed
         ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
         undo.callback(ahead.close)
         reclaim(config.swap_dirs)
@@ -119,7 +119,7 @@ def assemble(
             compresses=bool(compresses),
             most=lambda number: ranks.most([number])[0],
         )
-        of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # the same on all ranks, whose shards differ
+        of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # equal on all ranks, although shards differ
         placement = replace(placement, may_stay=frozenset(index for index, stays in enumerate(of_any) if stays))
         num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
@@ -149,8 +149,8 @@ def assemble(
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
-    """Has the kernel begin to read what of the parameters is in mapped files, while all else is made: into half of what host memory has
-    beside the engine's."""
+    """Let the kernel read mapped files of parameters into the page cache, while the engine's parts are built. free_nbytes: host memory beside
+    the engine's budget. The read-ahead may fill half of this memory."""
     with torch._C.DisableTorchFunctionSubclass():
         memory = [(param.data_ptr(), param.numel() * param.element_size()) for _, param in named]
     ahead = ReadAhead(memory, free_nbytes // 2)
@@ -187,7 +187,7 @@ def _connect(
         params[index].written_in_forward = True
     spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
     pairs = zip(layout_.chunks, records)
-    chunks = [ChunkState(chunk, record, chunk.shard_pieces(ranks.rank), spans[chunk.span]) for chunk, record in pairs]
+    chunks = [ChunkState(chunk, record, ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
         chunk.weights_home = placement.homes[WEIGHTS][index]
         chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
@@ -203,11 +203,11 @@ def _connect(
     undo.callback(arena.close)
     compressor_ = None
     buffers_nbytes, pool_nbytes, num_late = placement.compression_nbytes, placement.pool_nbytes, placement.num_late
-    if not compresses:  # buffers may have been planned, and a pool for gradients that are coded
+    if not compresses:  # the plan may have buffers, and a pool for compressed gradients: use both as a pool for whole gradients
         late = [records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
         num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
-    if any(map(any, extents.values())):  # also where nothing is coded or late: the compressor does not write moments that are zero
+    if any(map(any, extents.values())):  # also without codes and late moments: the compressor leaves out writes of zeros
         compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes if compresses or num_late else 0)
         undo.callback(compressor_.close)
     rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
@@ -220,7 +220,7 @@ def _connect(
                 log = redo if kind == STATES else None
                 chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=log is not None), log)
     caches: dict[str, HostCache] = {}
-    who = f"{ranks.name}, " if ranks.world > 1 else ""
+    who = ranks.label
     failure = FirstFailure(ranks.report)
     records_ = RecordMover(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
     undo.callback(records_.close)
@@ -249,9 +249,9 @@ def _connect(
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
-    threads = num_cores - (num_cores // 8 if cuda else 0)  # these are for whoever gives the device its work
-    seed = config.seed if config.optimizer_state_dtype == "bf16" else None
-    updater = Updater(records_, gradients, course, ranks.rank, events, deferred=training.deferred, threads=threads, seed=seed)
+    threads = num_cores - (num_cores // 8 if cuda else 0)  # the other cores are for threads that launch kernels
+    seed = config.seed if layout_.rounds_moments else None
+    updater = Updater(records_, gradients, course, events, deferred=training.deferred, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
@@ -266,7 +266,7 @@ def _connect(
 def _make_swap(
     config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
 ) -> tuple[Storage | None, dict[str, list[Extent | None]], bool]:
-    """The storage at its full size; the extents by kind and chunk, None for a copy without bytes there; whether records are compressed."""
+    """Returns the storage at its full size, the extents by kind and chunk (None without bytes there), and whether records are compressed."""
     (total,) = ranks.most([placement.nvme_nbytes])
     if not total and not leaves_device(config.activation_tier):
         return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
@@ -276,10 +276,10 @@ def _make_swap(
     local_world = ranks.num_local
     local_rank = int(os.environ.get("LOCAL_RANK", ranks.rank % local_world))
     run = None
-    if ranks.world > 1:
+    if ranks.are_several:
         token = torch.tensor(list(os.urandom(8)), dtype=torch.int64, device="cpu")
         run = bytes(ranks.broadcast_(token).tolist()).hex()
-    # Activations make their room on NVMe when it is known how large they are.
+    # The engine reserves space for activations later, when their size is known.
     expected_nbytes = total * local_world
     sharing = {"rank": local_rank, "world": local_world, "run": run}
     swap = make_storage(config.swap_dirs, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
@@ -287,7 +287,7 @@ def _make_swap(
     compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
     sizes = placement.on_nvme if compresses else placement.sizes
     extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
-    for index in range(len(placement.homes[WEIGHTS])):  # what is read together lies together
+    for index in range(len(placement.homes[WEIGHTS])):  # all kinds of a chunk lie together, because they are read together
         for kind in KINDS:
             nbytes = sizes[kind][index]
             if placement.homes[kind][index].is_storage and nbytes:
@@ -301,7 +301,7 @@ def _make_swap(
 
 
 def _device_tier(placement: planner.Placement, cuda: bool) -> tuple[DeviceTier, Freed]:
-    """On the CPU the device's memory is host memory, too."""
+    """The device tier, and the watch over freed memory. On the CPU, spans lie in host memory."""
     span_nbytes = 0 if cuda else placement.device_nbytes
     held = lambda: (0, 0) if cuda else (tier.held_nbytes, tier.peak_nbytes)
     freed = Freed(placement.host_nbytes + span_nbytes, span_nbytes, held)
@@ -310,7 +310,7 @@ def _device_tier(placement: planner.Placement, cuda: bool) -> tuple[DeviceTier, 
 
 
 def _areas(arena: Arena, nbytes: dict[int, int]) -> dict[int, Resident]:
-    """Fixed places, page-aligned, of regions of some REGION_NBYTES."""
+    """Fixed places for these sizes, page-aligned, in regions of about REGION_NBYTES."""
     areas, offsets, total = {}, {}, 0
     for index, size in nbytes.items():
         offsets[index] = total

@@ -1,22 +1,22 @@
 """Construction of models that are larger than any memory of the process: `infinity.init`.
 
-Knows new parameters, a window of each memory for them, and where their values are when they are away. Must not know chunks or tiers: after
-the construction, the engine asks for each parameter's initial value and lays out the records.
+Knows new parameters, the window for them in each memory, and the values of parameters that are away. Must not know chunks or tiers: the
+engine later asks for each parameter's initial value and lays out the records.
 """
 
 # [Note: parameters under construction]
-# Registration hooks report a new parameter when it, or a module that contains it, is registered. A TorchFunctionMode sees every operation, also
-# `.data` and deepcopy. There are three kinds of parameters:
-# - Initialised by a known function: the values are not drawn, but noted ([Note: values drawn later] in infinity/model/deferred_init.py). The
-#   parameter is away at once, and its values are drawn directly for its record.
-# - Mapped from a file, as by from_pretrained of transformers: stays there. The kernel reads the file from the first parameter on.
-# - All others: the newest stay in memory. If they exceed the window of their memory, the oldest go to a scratch file, to which each rank
-#   writes its 1/world slice.
+# Registration hooks report a new parameter when the parameter, or a module around the parameter, is registered. A TorchFunctionMode sees every
+# operation, also `.data` and deepcopy. There are three kinds of parameters:
+# - Initialised by a known function: only the call is noted ([Note: values drawn later] in infinity/model/deferred_init.py). The parameter is
+#   away at once. Its values are drawn later, directly for its record.
+# - Mapped from a file, as by from_pretrained of transformers: the values stay there. The first parameter makes the kernel read ahead.
+# - All others: the newest stay in memory. If parameters exceed the window of their memory, the oldest move to a scratch file. Each rank writes
+#   a slice of 1/world.
 #
-# A parameter that is away has a placeholder, one NaN expanded to the shape. An operation on the placeholder brings the values back, unless it
-# reads only metadata or overwrites the parameter. So parents may initialise their children again. Values and random numbers are those of a
-# plain construction. A parameter that comes back frees its place in the file. A parameter whose storage has another reference is not moved
-# away: a write through that reference would be lost.
+# A parameter that is away has a placeholder, one NaN expanded to the shape. An operation on the placeholder brings the values back, unless the
+# operation reads only metadata or overwrites the parameter. Parents may therefore initialise their children again. Values and random numbers
+# are those of a plain construction. A parameter that comes back frees its place in the file. A parameter whose storage has another reference
+# never moves away: a write through that reference would be lost.
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from infinity.system.ranks import Ranks
 from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
-DEVICE_SHARE = 2 / 5  # of free device memory, for its window: the engine starts while the window is full. The host's is left by records
-LATER_FROM_NBYTES = 8 << 10  # smaller values are not larger than a generator's state
+DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts while the window is full. On the host, records leave the window
+LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
 
 @contextlib.contextmanager
 def init(config: Config | None = None, *, window: int | None = None):
-    """Modules that are built inside the block belong to an engine.
+    """An engine manages the modules that are built inside the block.
 
     No process holds more than `window` bytes of their parameters in host memory or on the device, besides the module under construction.
     Default: 15 % of free host memory and 40 % of free device memory, each at least 1 GiB. If all parameters together have at most `window`
@@ -79,7 +79,7 @@ def init(config: Config | None = None, *, window: int | None = None):
 
 
 def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, int]:
-    """Bytes by kind of device, equal on all ranks, which move the same parameters away."""
+    """Bytes of each window, by kind of device. Equal on all ranks, because all ranks move the same parameters away."""
     free = host_free_nbytes() // ranks.num_local
     taken = HOST_SHARES["cuda"] * free if config.host_memory == "auto" else config.host_memory
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
@@ -90,7 +90,7 @@ def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, in
 
 
 class PresentParameter(NamedTuple):
-    """A parameter that holds its values: nbytes in the memory of a kind of device."""
+    """A parameter that holds its values. kind, nbytes: the device type, and the size in the memory of this type."""
 
     param: nn.Parameter
     kind: str
@@ -120,7 +120,7 @@ class AwayParameter:
         return self.placeholder.device
 
     def is_in(self, param: nn.Parameter) -> bool:
-        """Whether the parameter still holds the placeholder. `set_`, which no mode sees, may have replaced it."""
+        """Whether the parameter still holds the placeholder. The program may have called `set_`, which no mode sees."""
         return param.data_ptr() == self.address
 
     def put_in(self, param: nn.Parameter) -> None:
@@ -128,7 +128,7 @@ class AwayParameter:
 
 
 class ConstructionMode(TorchFunctionMode):
-    """Active inside `infinity.init`. Gives the engine the initial values until its start, as `InitialValues` does."""
+    """Observes the construction inside `infinity.init`. Gives initial values to the engine until the start, as `InitialValues` does."""
 
     def __init__(self, config: Config, ranks: Ranks, windows: dict[str, int], whole_nbytes: int):
         super().__init__()
@@ -175,7 +175,7 @@ class ConstructionMode(TorchFunctionMode):
             if attribute_of(func, "__set__") == "data":
                 self._bring_back(args[1:])
                 func(*args, **kwargs)
-                self._bring_back(args[:1])  # note its new data
+                self._bring_back(args[:1])  # note the parameter's new data
                 return None
             self._bring_back(values)
         if overwritten is None or not (id(overwritten) in self._present or id(overwritten) in self._away):
@@ -257,7 +257,7 @@ class ConstructionMode(TorchFunctionMode):
     def _notice(self, param: nn.Parameter) -> None:
         present = self._present.get(id(param))
         if present is not None:
-            if present != _present_of(param):  # it has other data now, such as after `module.to(...)`
+            if present != _present_of(param):  # the parameter has new data, such as after `module.to(...)`
                 self._note_present(param)
             return
         if id(param) in self._away or not param.is_floating_point() or not param.numel():
@@ -276,7 +276,7 @@ class ConstructionMode(TorchFunctionMode):
         self._present_nbytes[present.kind] += present.nbytes
 
     def _forget(self, key: int) -> AwayParameter | None:
-        """The parameter is not away any more. Returns its record, if it was away."""
+        """The parameter is not away any more. Returns the parameter's entry, or None if the parameter was not away."""
         _, away = self._away.pop(key, (None, None))
         if away is not None:
             del self._placeholders[away.address]
@@ -285,7 +285,7 @@ class ConstructionMode(TorchFunctionMode):
         return away
 
     def _away_of(self, param) -> AwayParameter | None:
-        """The record of a parameter that is away and holds its placeholder, or None."""
+        """The entry of a parameter that is away and holds its placeholder, or None."""
         _, away = self._away.get(id(param), (None, None))
         return away if away is not None and away.is_in(param) else None
 
@@ -302,7 +302,7 @@ class ConstructionMode(TorchFunctionMode):
             if present.kind not in full or key in keep:
                 continue
             if not self._on_all_ranks(not _is_mapped(present.param, files)):
-                self._forget_present(key)  # its file can give the memory back
+                self._forget_present(key)  # the kernel can free pages of a mapped file
             elif self._may_leave(present.param):
                 self._move_away(present.param)
             if self._present_nbytes[present.kind] <= self.windows[present.kind]:
@@ -313,11 +313,11 @@ class ConstructionMode(TorchFunctionMode):
         return self._on_all_ranks(_unshared(param))
 
     def _on_all_ranks(self, fact: bool) -> bool:
-        """Ranks must move the same parameters away, because they bring them back together."""
+        """Whether the fact holds on all ranks: all ranks must move the same parameters away, because they bring values back together."""
         return all(self.ranks.least([fact]))
 
     def _overwrite(self, param: nn.Parameter, func, args, kwargs):
-        """func(*args, **kwargs), which overwrites the parameter: old values are not read, and new values are drawn later if possible."""
+        """Call func(*args, **kwargs), which overwrites the parameter. No old value is read, and new values are drawn later if possible."""
         away, version, drawn = self._away_of(param), param._version, None
         try:
             if away is not None:
@@ -350,8 +350,7 @@ class ConstructionMode(TorchFunctionMode):
 
     def _move_away(self, param: nn.Parameter) -> None:
         with self._undisturbed():
-            numel = -(-param.numel() // self.ranks.world)
-            begin = self.ranks.rank * numel
+            begin, numel = self._share(param.numel())
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             self._install_placeholder(param, self.scratch.write(part, numel * param.element_size()))
 
@@ -368,24 +367,28 @@ class ConstructionMode(TorchFunctionMode):
         if touched:
             self._shrink(keep=params)
 
+    def _share(self, numel: int) -> tuple[int, int]:
+        """The first element of this rank's share of a parameter, and the elements of a share. All shares but the last are equal."""
+        share = -(-numel // self.ranks.world)
+        return self.ranks.rank * share, share
+
     def _load(self, away: AwayParameter) -> torch.Tensor:
         """The values, 1-D: drawn on the parameter's device, or read to the CPU."""
         if isinstance(away.source, Drawn):
             values = torch.empty(away.numel, dtype=away.dtype, device=away.device)
             away.source.write(values, self._num_threads)
             return values
-        numel = -(-away.numel // self.ranks.world)
-        part = torch.zeros(numel, dtype=away.dtype, device="cpu")  # also if the program's default device is another
-        begin = self.ranks.rank * numel
+        begin, numel = self._share(away.numel)
+        part = torch.zeros(numel, dtype=away.dtype, device="cpu")  # even if the program has set another default device
         count = max(0, min(numel, away.numel - begin))
-        what = f"{self.ranks.name}, " if self.ranks.world > 1 else ""
+        what = self.ranks.label
         what += f"a parameter of shape {tuple(away.shape)} under construction: "
         self.scratch.read(away.source, part[:count], what)
         return self.ranks.all_gather_slices(part.view(torch.uint8)).view(away.dtype)[: away.numel]
 
     @contextlib.contextmanager
     def _undisturbed(self):
-        """Inside the block the mode ignores operations. Its own operations, also in registration hooks, would call it again."""
+        """Inside the block the mode ignores operations. The mode's own operations, also in registration hooks, would recurse."""
         before, self._busy = self._busy, True
         try:
             yield
@@ -394,7 +397,7 @@ class ConstructionMode(TorchFunctionMode):
 
 
 def _can_be_drawn_later(param: nn.Parameter) -> bool:
-    """Whether the parameter fills its storage in order; see also `ConstructionMode._may_leave`."""
+    """Whether the parameter fills a whole storage in order; see also `ConstructionMode._may_leave`."""
     if type(param) is not nn.Parameter or param.device.type not in ("cpu", "cuda") or not param.is_contiguous() or param.is_inference():
         return False
     return param.untyped_storage().nbytes() == _nbytes(param) >= LATER_FROM_NBYTES
@@ -407,4 +410,4 @@ def _is_mapped(param: nn.Parameter, files: MappedFiles) -> bool:
 def _unshared(param: nn.Parameter) -> bool:
     """Whether the parameter has the only reference to its storage."""
     storage = param.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the parameter's and this function's
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # one reference of the parameter, one of this function

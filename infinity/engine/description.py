@@ -1,11 +1,11 @@
-"""The description of a started engine: sizes, tiers, bytes a step. Printed once at the start, and returned by `infinity.describe`.
+"""The description of a started engine: sizes, tiers, bytes per step. `infinity.describe` returns it, and the start block shows it.
 
 Knows an engine's parts and the planner's counts. Must not know hooks, steps or how bytes move.
 """
 
 # [Note: where the start block goes]
 # The block is one record of level INFO of the logger "infinity.start". The logger has a level of its own, INFO, so that the level of the root
-# logger, WARNING by default, does not drop the record. If no handler of the program would get it, the block goes to standard error.
+# logger, WARNING by default, does not drop the record. If no handler of the program receives the record, the block goes to standard error.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from infinity.renamed import LINKS as OLD_LINKS
 from infinity.renamed import Renamed
 from infinity.sizes import format_bytes
 
-_NUM_COLUMNS = 98  # of a line, behind its indent
+_NUM_COLUMNS = 98  # most characters of a line, indent excluded
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 
 _logger = logging.getLogger("infinity.start")
@@ -43,8 +43,8 @@ if _logger.level == logging.NOTSET:
 
 @dataclass(frozen=True, kw_only=True)
 class TierBytes:
-    """Bytes of one rank in one tier. weights, states, gradients: copies that stay there between uses. used: all that the engine reserves
-    there, buffers and slots included. left: the rest of the budget (device_memory, host_memory), or of the room in the swap directories."""
+    """Bytes of one rank in one tier. weights, states, gradients: copies that stay there between uses. used: all reserved memory, including
+    buffers and slots. left: the rest of the budget (device_memory, host_memory), or of the free space in the swap directories."""
 
     weights: int
     states: int
@@ -55,7 +55,7 @@ class TierBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Sizes of one rank's engine as planned at its start. `str()` of it is the start block."""
+    """Sizes of one rank's engine as planned at the start. `str(description)` is the start block."""
 
     model: str
     """Name of the model's class."""
@@ -64,7 +64,7 @@ class Description:
     """Elements of all parameters that the engine manages, of all ranks together."""
 
     num_trainable: int
-    """Elements of those with requires_grad."""
+    """Elements of the parameters with requires_grad."""
 
     device: str
     """Where the model computes, such as "cuda:0"."""
@@ -76,8 +76,7 @@ class Description:
     """The dtype in which most parameters compute: bf16, fp16 or fp32."""
 
     dtypes: Mapping[str, int]
-    """Elements of parameters by the dtype in which they compute. More than one entry: the model has different dtypes, and each parameter
-    keeps its own."""
+    """Elements of parameters by compute dtype. More than one entry: the model has different dtypes, and each parameter keeps its own."""
 
     stored: Mapping[str, str]
     """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
@@ -89,29 +88,29 @@ class Description:
     """The tier of the activations that autograd saves: device, host or nvme."""
 
     step_nbytes: Mapping[str, int]
-    """Expected bytes a step, by link: nvme_read, h2d (host to device), all_gather, reduce_scatter, d2h (device to host), nvme_write.
-    Counted as [Note: how the bytes of a step are counted] in infinity/plan/traffic.py says."""
+    """Expected bytes per step, by link: nvme_read, h2d (host to device), all_gather, reduce_scatter, d2h (device to host), nvme_write.
+    See [Note: how the bytes of a step are counted] in infinity/plan/traffic.py."""
 
     drive_seconds: float | None
-    """Seconds that the drives need for one step's bytes, at their measured rate. None: no bytes, or no measurement."""
+    """Seconds that the drives need for the bytes of one step, at the measured rate. None: no bytes, or no measurement."""
 
     bottleneck: str | None
-    """The link that is expected to be busy longest: that of NVMe with more bytes, or without NVMe the link with the most bytes. None: no
-    link carries bytes."""
+    """The link with the longest expected busy time: of the two NVMe links the one with more bytes; without NVMe traffic the link with the
+    most bytes. None: no link carries bytes."""
 
     tiled: Mapping[str, int]
-    """Layers that are cut into tiles, by name, with their number of tiles. Linear ones round differently from the whole layer."""
+    """Layers that are cut into tiles: number of tiles by layer name. A tiled linear layer rounds differently from the whole layer."""
 
     def __str__(self) -> str:
         return "\n  ".join([*self._model(), *self._tiers(), *self._step(), *self._tiles()])
 
     def _model(self) -> list[str]:
         trainable = f"{self.num_trainable:,}" if self.num_trainable < self.num_parameters else "all"
-        ranks = f"; {self.num_ranks} ranks, bytes are of one" if self.num_ranks > 1 else ""
+        ranks = f"; {self.num_ranks} ranks, bytes are per rank" if self.num_ranks > 1 else ""
         stored = ", ".join(f"{dtype} {name}" for name, dtype in self.stored.items())
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
-        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in self.dtypes.items() if dtype != self.dtype)
-        computes = f"{self.dtype}, and as the model has it in {others}" if others else self.dtype
+        others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in list(self.dtypes.items())[1:])
+        computes = f"{self.dtype}, some parameters in their own dtype {others}" if others else self.dtype
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
             *_lines(f"computes in {computes}; stores {stored}"),
@@ -129,13 +128,13 @@ class Description:
     def _step(self) -> list[str]:
         moved = [f"{link} {format_bytes(nbytes)}".replace(" ", _NO_BREAK) for link, nbytes in self.step_nbytes.items() if nbytes]
         if not moved:
-            return ["a step moves no bytes between tiers: its time is that of the computation"]
+            return ["a step moves no bytes between tiers: the step time is the compute time"]
         drives = self.step_nbytes["nvme_read"] + self.step_nbytes["nvme_write"]
         if self.drive_seconds is not None:
             rate = drives / self.drive_seconds / 1e9
             expected = f"at least {self.drive_seconds:.3g} s a step for {format_bytes(drives)} at the measured {rate:.2f} GB/s"
         else:
-            expected = "time a step unknown, drives are not measured" if drives else "time a step unknown before the first"
+            expected = "time per step unknown: drives are not measured" if drives else "time per step unknown before the first step"
         return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {self.bottleneck}; {expected}")]
 
     def _tiles(self) -> list[str]:
@@ -152,9 +151,9 @@ def _lines(text: str) -> list[str]:
 
 
 def describe(model: nn.Module) -> Description:
-    """Sizes, tiers and bytes a step of a model's engine, as planned at its start: the values of the start block.
+    """Sizes, tiers and bytes per step of a model's engine, as planned at the start: the values of the start block.
 
-    Raises ConfigError for a model in no engine, UsageError before the engine has started or after its end.
+    Raises ConfigError for a model in no engine, UsageError before the engine has started or after it is closed.
     """
     engine = engine_of(model)
     engine.lifecycle.check_open()
@@ -164,19 +163,19 @@ def describe(model: nn.Module) -> Description:
 
 
 def tell_start(engine) -> None:
-    """Give out the start block of an engine, on rank 0; see [Note: where the start block goes]."""
-    if not engine.config.verbose or engine.ranks.rank or not _logger.isEnabledFor(logging.INFO):
+    """Log or print the start block of an engine, on rank 0; see [Note: where the start block goes]."""
+    if not engine.config.verbose or not engine.ranks.is_first or not _logger.isEnabledFor(logging.INFO):
         return
     text = str(description_of(engine))
     if _logger.hasHandlers():
         _logger.info("%s", text)
     elif sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # standard error is a broken pipe, a full drive or closed: the training goes on
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe, a full drive or a closed file: the training goes on
             say(text)
 
 
 def description_of(engine) -> Description:
-    """Of an engine that has its parts."""
+    """The description of an engine whose parts are built."""
     layout, placement, swap, config = engine.layout, engine.placement, engine.swap, engine.config
     model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
     moved = step_nbytes(layout, records, placement, _step(engine))
@@ -202,7 +201,7 @@ def description_of(engine) -> Description:
 
 
 def _main_record(records: list[Record]) -> Record:
-    """A record of the format that most trainable elements have; of frozen ones where nothing is trained."""
+    """A record of the most frequent format: by trainable elements, or by all elements if no parameter is trainable."""
     numels = Counter()
     for record in records:
         numels[record.format] += record.numel

@@ -1,8 +1,7 @@
-"""The engine of one model: builds the rest, starts and ends it.
+"""The engine of one model: construction of all parts, start and end.
 
-Depends on every other part: who may ask now (gate), what parameters answer (answers), what saving and loading ask for (pause), and
-which engines there are (engines). Must not know how bytes move, what a kernel computes, what hooks a module has, or when an update is due.
-The user meets it through `infinity.init`, `infinity.offload` and the optimizers.
+Depends on every other part. Must not know how bytes move, the arithmetic of a kernel, the hooks of a module, or when an update begins.
+Programs use an engine through `infinity.init`, `infinity.offload` and the optimizers.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ from infinity.tiers.activations import Activations
 class Engine(NotCopied):
     """Trains one model from device, host and NVMe memory. A context manager: leaving it closes it.
 
-    first: gives the parameters' initial values. Nothing is built or written until an optimizer is attached or the model runs for the first
-    time.
+    first: the parameters' initial values. The engine builds and writes nothing until an optimizer is attached or the model first runs.
     """
 
     def __init__(self, model: nn.Module, config: Config, first: InitialValues | None = None, ranks: Ranks | None = None):
@@ -74,11 +72,11 @@ class Engine(NotCopied):
         self._model = weakref.ref(model)
         self._named = _parameters(model)
         self.lifecycle = Lifecycle(self._model)
-        self.ranks = ranks or Ranks(self.device)  # after what may refuse the model: it has a thread and groups
+        self.ranks = ranks or Ranks(self.device)  # after all checks that may refuse the model: Ranks has a thread and process groups
         self.ranks.join()
-        self.turn = threading.RLock()  # of who saves or loads: a forward pass of another thread begins before that, or after it
-        self.saving = None  # the SnapshotReader under way, or the last one
-        self.last_save = None  # a note of the last reader for the next one
+        self.turn = threading.RLock()  # a step, save or load holds it: forward passes of other threads wait
+        self.saving = None  # the last SnapshotReader, active or over
+        self.last_save = None  # data that the last reader has left for the next one
         self.parameter_values = ParameterValues(self.lifecycle, self.ranks, self._named, first or InitialValues())
         engines.add(self, model)
         watch_replicas()
@@ -91,7 +89,7 @@ class Engine(NotCopied):
         self._facade = Facade(self.parameter_values)
         self.adopt()
 
-    # The user's face.
+    # Public methods.
 
     def stats(self) -> EngineStats:
         """Sizes in bytes, and counts since the start, of this rank."""
@@ -100,7 +98,7 @@ class Engine(NotCopied):
 
     @uninterrupted
     def flush(self) -> None:
-        """Begin and finish every update that step() has announced, and its writes."""
+        """Run every update that step() has announced, and wait for all writes of records."""
         self.lifecycle.check_access("flush()")
         self.start()
         for chunk in self.registry.chunks:
@@ -112,16 +110,16 @@ class Engine(NotCopied):
 
     @uninterrupted
     def read_state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter's segments by name (weight, residual, momentum, variance), whole, on the CPU, as they are stored.
+        """The whole segments of a parameter by name (weight, residual, momentum, variance), on the CPU, in their stored dtypes.
 
-        Every rank must call it. Raises ConfigError for a parameter that is not the engine's.
+        All ranks must make this call. Raises ConfigError for a parameter that the engine does not manage.
         """
         self.lifecycle.check_access("read_state()")
         self.start()
         return self.parameter_values.read_state(param)
 
     def manages(self, param: torch.Tensor) -> bool:
-        """Whether the parameter is one of this engine's."""
+        """Whether the engine manages this parameter."""
         return self.parameter_values.manages(param)
 
     @property
@@ -134,15 +132,15 @@ class Engine(NotCopied):
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """The parameters are whole on the device inside the block; what it changes is kept, on every rank as on rank 0."""
+        """Inside the block the whole parameters are on the device. Changes of the block are kept: all ranks take the values of rank 0."""
         self.lifecycle.check_access("infinity.gathered")
         with self.parameter_values.gathered(params) if self.has_started else self.parameter_values.gathered_first(params, self.device):
             yield
 
     def close(self) -> None:
-        """Finish what is under way, end the threads and give back memory and swap files. Idempotent.
+        """Finish active work, end the threads, and free memory and swap files. Idempotent.
 
-        The parameters are placeholders afterwards: read what is to be kept before.
+        Afterwards the parameters are placeholders: read the values that you need before this call.
         """
         if self.is_closed:
             return
@@ -157,7 +155,7 @@ class Engine(NotCopied):
             return
         self.cycle.close()
         away = {state.placeholder.data_ptr(): state.name for state in self.registry.params}
-        with contextlib.ExitStack() as parts:  # from the last to the first, also where one of them raises
+        with contextlib.ExitStack() as parts:  # calls the last one first, and goes on after an error
             parts.callback(interrupts.unguard)
             parts.callback(engines.guard_after_close, model, away)
             parts.callback(self._facade.close, away)
@@ -170,7 +168,7 @@ class Engine(NotCopied):
             raise failure
 
     def _give_back(self, model: nn.Module | None) -> None:
-        """The model of an engine that never started is what it was before, but for what `infinity.init` has sent away."""
+        """Restore the model of an engine that never started. Parameters that `infinity.init` has moved away stay placeholders."""
         away = self.parameter_values.give_back()
         self._facade.close(away)
         if model is not None:
@@ -179,7 +177,7 @@ class Engine(NotCopied):
             engines.forget(model)
 
     def _close_parts(self) -> None:
-        with contextlib.ExitStack() as parts:  # from the last to the first
+        with contextlib.ExitStack() as parts:  # calls the last one first
             parts.callback(self._free_memory)
             if self.swap is not None:
                 parts.callback(self.swap.close)
@@ -198,10 +196,10 @@ class Engine(NotCopied):
                 self.saving.was_told = True
         self.close()
 
-    if not TYPE_CHECKING:  # a type checker finds these mistakes itself
+    if not TYPE_CHECKING:  # type checkers find these mistakes by themselves
 
         def __getattr__(self, name: str):
-            """Only for what an engine has not: as of `model = infinity.offload(model)`, after which nothing else may know the model."""
+            """Raise AttributeError, and explain the mistake `model = infinity.offload(model)` if a model has this attribute."""
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
                 message += f": {_NO_MODEL}"
@@ -217,7 +215,7 @@ class Engine(NotCopied):
     # What the optimizer calls.
 
     def attach(self, optimizer) -> None:
-        """Note the optimizer and the group of each parameter. A second optimizer replaces the first, if the model has not been trained yet."""
+        """Take the optimizer, and the group of each parameter. A second optimizer replaces the first one if the model is not trained yet."""
         before = self.optimizer
         if before is not None and self.cycle.has_trained:
             raise UsageError(has_optimizer(before.made_at))
@@ -228,7 +226,7 @@ class Engine(NotCopied):
             if self.has_started and planned != (self.updater.deferred, self.accumulating, self.moments):
                 raise UsageError(planned_otherwise(before.made_at if before else None))
             if optimizer.loss_scale is not None and not scales_loss:
-                raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need one; leave it out")
+                raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need a loss scale; leave it out")
             scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world) if scales_loss else None
             self.start()
         except BaseException:
@@ -245,7 +243,7 @@ class Engine(NotCopied):
             state.group = groups.get(id(state.param))
 
     def adopt(self) -> None:
-        """Take what parameters the model has by now, such as adapters. Before the start."""
+        """Take all parameters that the model has now, also later ones such as adapters. Only before the start."""
         model = self._model()
         self._named = [(name, param) for name, param in _parameters(model) if owner_of(param) in (None, self)]
         for _, param in self._named:
@@ -264,11 +262,11 @@ class Engine(NotCopied):
             if not self.cycle.has_stepped:
                 refuse_trainers(self)
         self.lifecycle.note_step()
-        life = self._life()  # else the collector may find the model gone in between
+        life = self._life()  # keeps the model alive: the engine must not close during the step
         interrupts.guard()
         if self.saving is not None:
             self.saving.pass_step()
-        with self.turn:  # no forward pass of another thread begins meanwhile
+        with self.turn:  # no forward pass of another thread begins during the step
             self.cycle.step()
         del life
         self.freed.give_back_after_step()
@@ -288,10 +286,10 @@ class Engine(NotCopied):
     def model(self) -> nn.Module | None:
         return self._model()
 
-    # The end.
+    # End of the engine.
 
     def _free_memory(self) -> None:
-        if not self.is_stuck and not self.ranks.has_left_behind:  # what a collective or a copy may still write to stays
+        if not self.is_stuck and not self.ranks.has_left_behind:  # an abandoned collective or copy may still write there
             self.registry.free_device()
             self.arena.close()
 
@@ -301,11 +299,11 @@ class Engine(NotCopied):
 
     @property
     def is_stuck(self) -> bool:
-        """Closed, and a thread of it is still inside of what it does."""
+        """Whether a thread of the closed engine still works."""
         return self.ranks.is_stuck or (self.has_started and any(lane.is_stuck for lane in self._lanes()))
 
     def _give_up(self, error: BaseException) -> None:
-        """A rank has failed: nobody here waits any longer for what needs all of them."""
+        """A rank has failed: all threads of this rank stop waiting for work that needs all ranks."""
         for lane in self._lanes():
             lane.abandon(error)
         self.records.failure.note(error)
@@ -314,14 +312,14 @@ class Engine(NotCopied):
 
     @torch.inference_mode(False)
     def start(self) -> None:
-        """Lay out, place, reserve and write the initial records; then let the parameters go."""
+        """Make the layout and the placement, reserve memory, write the initial records, and replace the parameters by placeholders."""
         if self.has_started:
             return
         self.lifecycle.check_open()
         try:
             with self.ranks.at("the start of the engine"):
                 self._set_up()
-        except (ConfigError, UsageError):  # mistakes of the program or its settings, which all ranks share as a rule
+        except (ConfigError, UsageError):  # mistakes of the program or its settings, usually the same on all ranks
             raise
         except BaseException as error:
             self.ranks.report(error, "start: ")
@@ -330,7 +328,7 @@ class Engine(NotCopied):
     def _set_up(self) -> None:
         model = self._model()
         if engines.are_others_open(self):
-            gc.collect()  # what the program has dropped, such as a notebook's cell that is run again, gives its memory back first
+            gc.collect()  # frees models that the program has dropped, such as those of a notebook cell that runs again
         refuse_shared(model)  # the program may have changed the model since the engine was made
         self.adopt()
         part_versions([param for _, param in self._named])
@@ -358,13 +356,13 @@ class Engine(NotCopied):
             self._close_parts()
             raise
         self.parameter_values.begin(parts, self.cycle)
-        self.lifecycle.note_start(self.cycle)  # from here on it has started
+        self.lifecycle.note_start(self.cycle)  # from here on `has_started` is true
         self.freed.give_back()
         tell_start(self)
 
-    @torch._dynamo.disable(reason="the engine starts here. Make the optimizer before the first call of what is compiled as one")
+    @torch._dynamo.disable(reason="the engine starts here. Make the optimizer before the first call of a compiled module")
     def _begin(self, module, args, kwargs):
-        """The model's first pre-hook."""
+        """The hook before the first forward pass of the model."""
         if torch.is_grad_enabled():
             refuse_trainers(self)
             refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
@@ -373,7 +371,7 @@ class Engine(NotCopied):
         return self.hooks._before(module, args, kwargs)
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
-        """Give the parameters' values to their records, and the modules to the hooks."""
+        """Write the parameters' values to their records, and register the hooks of the modules."""
         with ahead:  # reads mapped files ahead, in the order of the parameters
             for span in self.registry.spans:
                 ahead.reach(min(state.index for state in span.params))
@@ -388,22 +386,23 @@ class Engine(NotCopied):
 
 
 _NO_MODEL = (
-    "the model has it. infinity.offload changes the model that it is given and returns its engine, so write `infinity.offload(model, config)` "
+    "the model has it. infinity.offload changes the model in place and returns an engine. Therefore write `infinity.offload(model, config)` "
     "without `model = `, and go on with the model."
 )
 
 
 def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
-    """torch.compile makes a wrapper of a module. What it has made before an engine starts, that finds."""
+    """torch.compile has made a wrapper of a module. An engine finds earlier wrappers when it starts."""
     for engine in {owner_of(param) for param in module.parameters()}:
         if is_open(engine) and engine.has_started:
             engine.hooks.op_hooks.note_wrapper(module, wrapper)
 
 
 def offload(model: nn.Module, config: Config | None = None) -> Engine:
-    """Take a model that already exists: its parameters leave for the tiers once an optimizer is made or it first runs."""
+    """Let an engine manage an existing model. The parameters move to the tiers when an optimizer is made, or when the model first runs.
+    Raises ConfigError or UsageError for a model that no engine can train."""
     if any(owner_of(param) is not None for param in model.parameters()):
-        raise UsageError(f"{type(model).__name__} is in an engine already")
+        raise UsageError(f"{type(model).__name__} is in an engine already: call infinity.offload once for each model")
     config = config or Config()
     _refuse_untrainable(model, config)
     _parameters(model)
@@ -413,9 +412,9 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
 
 
 def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
-    """Tile what `config.tile_above` says, before the model has an engine: (name, number of tiles). Every rank must call it.
+    """Cut layers into tiles as `config.tile_above` says, before the model has an engine. Returns (layer name, number of tiles) of each.
 
-    Raises ConfigError, before anything is changed, for a model that no engine can train.
+    All ranks must make this call. Raises ConfigError or UsageError for a model that no engine can train, and changes nothing then.
     """
     _refuse_untrainable(model, config)
     budget = config.device_memory
@@ -425,15 +424,15 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine that trains a model. Raises ConfigError if there is none."""
+    """The engine of a model. Raises ConfigError if the model has none."""
     return engines.engine_of(model)
 
 
 @contextlib.contextmanager
 def gathered(params: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
-    """Parameters of one engine are whole, on the device, inside the block; changes made there are kept.
+    """Inside the block, the whole parameters of one engine are on the device. Changes of the block are kept.
 
-    Every rank must enter it; rank 0's values count. A change of a bf16 weight sets its fp32 master to that weight.
+    All ranks must enter the block, and take the values of rank 0. A changed bf16 weight also becomes the new value of the fp32 master.
     """
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     if not params:
@@ -441,7 +440,7 @@ def gathered(params: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
         return
     engine = owner_of(next((param for param in params if param.numel() and param.is_floating_point()), params[0]))
     if engine is None:
-        raise ConfigError("infinity.gathered: the parameter is in no engine")
+        raise ConfigError("infinity.gathered: the parameter is in no engine. Build its model inside infinity.init, or call infinity.offload")
     with engine.gathered(params):
         yield
 

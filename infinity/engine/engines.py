@@ -1,6 +1,6 @@
-"""The engines of this process: which model is in which, what lies in a model for its engine, and how they end with the process.
+"""The registry of the engines of this process: their models, their lifetimes, and their end when the process exits.
 
-Knows modules, and of an engine that it is closed, reports and may be stuck. Must not know what it does.
+Knows modules. Knows that an engine can close, report an error and be stuck. Must not know any other work of an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-# Closes at exit what is open still: registered before `_end_all`, whose lanes write there, it runs after that.
+# This import registers an exit handler that closes open swap files. Exit handlers run in reverse order: the files close after `_end_all`.
 import infinity.system.swap  # noqa: F401
 from infinity.errors import ConfigError, UsageError
 from infinity.system import dropped_objects as dropped
@@ -23,8 +23,8 @@ from infinity.system.ranks import end_process
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref] = weakref.WeakKeyDictionary()
 _LIFE = "_infinity_life"
 _open: weakref.WeakSet = weakref.WeakSet()
-_stuck: list = []  # when they were closed
-os.register_at_fork(after_in_child=lambda: (_open.clear(), _stuck.clear()))  # a child has none of the threads
+_stuck: list = []  # engines with a stuck thread when they were closed
+os.register_at_fork(after_in_child=lambda: (_open.clear(), _stuck.clear()))  # a forked child has none of the threads
 
 
 def add(engine, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ def add(engine, model: nn.Module) -> None:
 
 
 def find(model: nn.Module):
-    """The engine that a model is in, or the only model that it wraps, or None."""
+    """The engine of a model, or of the only model with an engine inside a wrapper. Otherwise None."""
     if (reference := _engines.get(model)) is None:
         inside = [reference for module in model.modules() if (reference := _engines.get(module)) is not None]
         reference = inside[0] if len(inside) == 1 else None
@@ -41,7 +41,7 @@ def find(model: nn.Module):
 
 
 def engine_of(model: nn.Module) -> Any:
-    """The engine that trains a model. Raises ConfigError if none does."""
+    """The engine of a model. Raises ConfigError if the model has none."""
     engine = find(model)
     if engine is None:
         raise ConfigError(f"{type(model).__name__} is in no engine: build it inside infinity.init or call infinity.offload")
@@ -57,7 +57,7 @@ def note_end(engine) -> None:
 
 
 def keep_stuck(engine) -> None:
-    """It is closed, and a thread of it still inside of what it does: that is looked at again when the process ends."""
+    """Note a closed engine with a stuck thread. `_end_all` checks the thread again when the process ends."""
     _stuck.append(engine)
 
 
@@ -67,8 +67,8 @@ def are_others_open(engine) -> bool:
 
 @atexit.register
 def _end_all() -> None:
-    """Close what the program has left open; see [Note: how a process ends]."""
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt it may be an old one
+    """Close all engines that the program has left open; see [Note: how a process ends]."""
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)  # at a prompt, the error of an earlier command
     engines = list(_open)
     if error is not None:
         for engine in engines:
@@ -78,24 +78,24 @@ def _end_all() -> None:
             engine.close()
         except Exception as failure:
             print(f"infinity: {type(failure).__name__}: {failure}", file=sys.stderr)
-    dropped.finish()  # an engine that the program's end has dropped
+    dropped.finish()  # engines that the end of the program has dropped
     failed = end_process(error)
     is_stuck = any(engine.is_stuck for engine in _stuck)
-    if is_stuck or (failed and error is None):  # no other way leads to this status, or past a thread in C++ code
+    if is_stuck or (failed and error is None):  # the only way to set this exit status, and to end while a thread is in C++ code
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
 class Life:
-    """Lies in each module that has parameters of an engine, or children that have: the engine ends once none of them is reachable. So the
-    model stays whole while a part of it is used; neither the optimizer, nor a graph, nor a thread of the engine holds one."""
+    """A reference to the model, in each module with parameters of an engine, own or its children's. When no such module is reachable, the
+    engine closes. So the program may use a part of the model alone. The optimizer, graphs and the engine's threads hold no module."""
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     def __deepcopy__(self, memo):
-        return None  # a copy that is made before the start is no part of the model
+        return None  # a copy made before the engine starts does not belong to the model
 
     def __reduce__(self):
         return type(None), ()
@@ -113,7 +113,7 @@ def take_life(model: nn.Module) -> None:
 
 
 def guard_before_start(model: nn.Module, begin: Callable) -> None:
-    """Start the engine when the model runs before an optimizer was made."""
+    """The first forward pass calls `begin`, which starts the engine if no optimizer was made before."""
     model.__dict__["_infinity_start"] = model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
 
 
@@ -124,13 +124,12 @@ def disarm_guard(model: nn.Module) -> None:
 
 
 def guard_after_close(model: nn.Module | None, away: dict[int, str]) -> None:
-    """Refuse to run a model whose parameters are placeholders; it runs again once the user has given them values. away: their names by
-    address."""
+    """Refuse forward passes until the program has given values to all placeholders. away: names of parameters, by placeholder address."""
 
     def refuse(module, args):
         for param in module.parameters():
             if (name := away.get(param.data_ptr())) is not None:
-                raise UsageError(f"the engine is closed and {name} is only a placeholder; read what is to be kept before close()")
+                raise UsageError(f"the engine is closed and {name} is only a placeholder. Read the values that you need before close()")
 
     if model is not None and away:
         model.register_forward_pre_hook(refuse, prepend=True)

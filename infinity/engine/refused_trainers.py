@@ -1,4 +1,4 @@
-"""Refuses trainers of other libraries that drive an engine's model without `infinity.integrations`. Finds them on the call stack.
+"""Refusal of other libraries' trainers that drive an engine's model without `infinity.integrations`, found on the call stack.
 
 Knows module names of these libraries, and imports none of them. Must not know how a trainer or an engine works.
 """

@@ -1,4 +1,4 @@
-"""Refuses parts of PyTorch that would do the engine's work: replicas of a model, tensors made of other tensors, optimizers of torch.
+"""Refusal of parts of PyTorch that would do the engine's work: replicas of a model, tensors made of other tensors, optimizers of torch.
 
 Knows these classes of torch, and the owner of a parameter. Must not know how an engine works.
 """
@@ -48,12 +48,12 @@ def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raise ConfigError for a parameter that is made of other tensors, such as a DTensor or a quantized one. It has no memory of its own."""
+    """Raise ConfigError for a parameter that is made of other tensors, such as a DTensor or a quantized tensor, without memory of its own."""
     for name, param in model.named_parameters():
         if is_traceable_wrapper_subclass(param):
             kind = type(param).__name__
             if kind == "DTensor":
-                cure = "give the plain model, without fully_shard or distribute_tensor: the engine shards it itself, over all ranks"
+                cure = "give the plain model, without fully_shard or distribute_tensor: the engine shards the parameters over all ranks"
             else:
                 cure = "give the model with plain tensors"
             raise ConfigError(f"{name} is a {kind}, a tensor made of other tensors, which an engine cannot move; {cure}")
@@ -63,7 +63,7 @@ def refuse_replicas(model: nn.Module) -> None:
     """Raise UsageError if a model for an engine is, or contains, a wrapper that copies modules to devices or ranks."""
     for module in model.modules():
         if isinstance(module, _REPLICAS) and _copies(module):
-            raise UsageError(_refusal(module, "give the engine the model that it wraps, its `.module`"))
+            raise UsageError(_refusal(module, "give the engine the wrapped model, `.module`"))
 
 
 @functools.cache

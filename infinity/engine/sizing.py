@@ -1,6 +1,6 @@
-"""How large everything of an engine is, before anything is made: the memory that there is, and where a model goes by it.
+"""Sizes of an engine before its construction: the memory budgets, and the placement of a model within these budgets.
 
-Knows models, configurations and the planner. Must not know the parts that will hold it.
+Knows models, configurations and the planner. Must not know the parts that will hold the bytes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 
-ACTIVATION_SHARE = 1 / 4  # of host memory, at least, where they live there
-HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # of what is free, for host_memory="auto"
-DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # likewise for device_memory="auto", as long as activations are not known
-EXPECTED_DEVICE_SHARE = 0.8  # of what is free there: what most steps leave to the engine
-MOST_OF_FREE = 0.95  # of what is free while parameters still have their memory
+ACTIVATION_SHARE = 1 / 4  # least share of host memory for activations, if they live there
+HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # share of free host memory for host_memory="auto"
+DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # share of free device memory for device_memory="auto", until activations are measured
+EXPECTED_DEVICE_SHARE = 0.8  # share of free CUDA memory that most steps leave to the engine
+MOST_OF_FREE = 0.95  # largest share of the memory that is free while the parameters still hold their own
 
 Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What decides how records and gradients look. moments, can_advance: of the optimizer's rule. deferred: updates follow step();
-    accumulating: gradients of several backward passes add up."""
+    """Properties of a training that determine records and gradients. moments, can_advance: of the optimizer's rule. deferred: updates wait
+    for step(). accumulating: gradients of several backward passes add up."""
 
     moments: tuple[str, ...]
     deferred: bool
@@ -51,7 +51,7 @@ class Training:
 
     @classmethod
     def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
-        """The training that an optimizer asks for; AdamW's where there is none. Raises ConfigError as `is_deferred` does."""
+        """The properties for an optimizer; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
         return cls(
             moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
             deferred=is_deferred(optimizer, config, scales_loss=scales_loss),
@@ -61,7 +61,7 @@ class Training:
 
 
 def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
-    """Whether updates follow step(). Raises ConfigError where they must and may not."""
+    """Whether updates wait for step(). Raises ConfigError if they must wait, but the configuration has update="backward"."""
     clips = optimizer is not None and optimizer.max_grad_norm is not None
     if config.update == "auto":
         return scales_loss or config.watches_nonfinite or clips
@@ -72,7 +72,7 @@ def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
         )
     if config.update == "backward" and scales_loss:
         raise ConfigError(
-            "update='backward' with fp16 parameters: a step whose gradients overflow is skipped, and only step() knows of it. Use "
+            "update='backward' with fp16 parameters: the engine skips a step whose gradients overflow, and detects this only in step(). Use "
             "update='deferred' or 'auto', or train these parameters in bf16 or fp32."
         )
     return config.update == "deferred"
@@ -89,17 +89,17 @@ def arrange(
     compresses: bool = False,
     most: Callable[[int], int] = lambda number: number,
 ) -> tuple[Layout, list[Record], planner.Placement]:
-    """Where everything of a model goes, which may be on the meta device: its layout, the records of a rank, their placement.
+    """The layout of a model, the records of one rank, and their placement. The model may be on the meta device.
 
-    named: the parameters to manage, in registration order. ranks: which one of how many. compresses: have buffers for what is compressed on
-    NVMe, but for "auto" where nothing else fits beside them. most(number) is the largest of all ranks' numbers. Raises BudgetError.
+    named: the parameters to manage, in registration order. ranks: (rank, world). compresses: plan buffers for compression on NVMe, unless
+    compression is "auto" and nothing fits beside them. most(number): the largest number of any rank. Raises BudgetError.
     """
     rank, world = ranks
     cuts = _Cuts(model, named, config, training, world)
     share = 1 - ACTIVATION_SHARE if leaves_device(config.activation_tier) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
 
-    def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # of rank 0, which needs the most
+    def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # for rank 0, which needs the most memory
         candidate = cuts.candidate(way, numel, 0)
         return candidate.layout, planner.place(candidate, cuts.needs, budgets)
 
@@ -112,7 +112,7 @@ def arrange(
     way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=budgets.nvme_nbytes)
     first, candidate, agreed = cuts.candidate(way, numel, 0), cuts.candidate(way, numel, rank), 0
     found = planner.place(candidate, cuts.needs, budgets, first=first)
-    while (number := most(found.num_crowded_out)) > agreed:  # the same spans on all ranks, whose shards differ a little
+    while (number := most(found.num_crowded_out)) > agreed:  # equal on all ranks, although shards differ a little
         agreed = number
         found = planner.place(candidate, cuts.needs, budgets, first=first, least_crowded_out=agreed)
     return candidate.layout, candidate.records, found
@@ -130,7 +130,7 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
 
 
 class _Cuts:
-    """A model as it may be cut into chunks."""
+    """The ways to cut one model into chunks."""
 
     def __init__(self, model: nn.Module, named: Named, config: Config, training: Training, world: int):
         self.model, self.config, self.training, self.world = model, config, training, world
@@ -151,10 +151,9 @@ class _Cuts:
         )
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
-        config = self.config
         cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
         records = [record_layout(chunk.shard_used(rank), chunk.format) for chunk in cut.chunks]
-        pooled = {record: compression.pooled_nbytes(record, codes=way.compresses) for record in set(records) if way.late}  # few
+        pooled = {record: compression.pooled_nbytes(record, codes=way.compresses) for record in set(records) if way.late}  # few different ones
         spans = [cut.spans[index] for index in {cut.homes[index].span for index in self.written}]
         return Candidate(
             layout=cut,
@@ -162,24 +161,24 @@ class _Cuts:
             held_nbytes=_held_nbytes(self.model, self.params, cut),
             op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, self.specs),
             has_regions=any(map(is_region, self.model.modules())),
-            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if self.world > 1 else 0,
+            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if cut.partition.is_shared else 0,
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
             late_nbytes=[pooled[record] for record in records] if way.late else None,
-            late_on_nvme=way.compresses and config.optimizer_state_dtype == "fp32",  # else it saves little or nothing
-            late_first=not way.compresses and config.optimizer_state_dtype == "fp32",  # else states save as much
+            late_on_nvme=way.compresses and not cut.rounds_moments,  # bf16 moments save little or nothing
+            late_first=not way.compresses and not cut.rounds_moments,  # bf16 moments save as many bytes
         )
 
 
 def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
-    """Device and host bytes of this rank: as configured, else a share of what is free, the same on all ranks. params: whose memory will
-    be free soon after all else is allocated."""
+    """(Device bytes, host bytes) of this rank: as configured, or a share of the free memory that is equal on all ranks. params: parameters
+    whose memory becomes free soon after the engine has allocated its own."""
     free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
     on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
     if device.type == "cuda":
         device_share = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
         host_share = _share(on_host, free_host, taken["cpu"])
-    else:  # both are of one memory
+    else:  # both budgets are parts of host memory
         both = _share(on_host + on_device, free_host, taken["cpu"])
         host_share = int(both * on_host / (on_host + on_device))
         device_share = both - host_share
@@ -189,27 +188,27 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
 
 
 def expected_device_nbytes(config: Config, device: str, device_nbytes: int) -> int:
-    """What is likely to be for the engine once activations are known, where it plans with device_nbytes until then; 0 where only these bound
-    it, or no activations."""
+    """Device bytes that the engine probably has once activations are measured. Until then the engine plans with device_nbytes. 0 if this
+    number will not change: with a configured budget, and on the CPU."""
     chosen = config.device_memory == "auto" and device == "cuda"
     return int(device_nbytes * EXPECTED_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
 def may_compress(config: Config, device: str, num_parameters: int) -> bool:
-    """Whether records on NVMe may take fewer bytes, whatever the drives are. num_parameters: of a node's ranks. "auto" takes drives that
-    are measured, and cores that do not compute."""
+    """Whether records on NVMe may be compressed, before the drives are known. num_parameters: of all ranks of this node. "auto" needs a model
+    so large that the engine measures the drives, and a GPU that leaves CPU cores free."""
     if config.compression == "auto":
         return device == "cuda" and 12 * num_parameters >= MEASURE_FROM_NBYTES * len(config.swap_dirs)
     return config.compression == "on"
 
 
 def _share(share: float, free: int, taken: int) -> int:
-    """Of what will be free; what is free before that bounds it, since memory is taken first."""
+    """A share of the memory that will be free. The present free memory is the bound, because the engine allocates first."""
     return min(int(share * (free + taken)), int(MOST_OF_FREE * free))
 
 
 def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
-    """Bytes of memory that holds parameters' values, by kind of device; mapped files' is free already."""
+    """Bytes of memory that parameter values take, by kind of device. Memory of mapped files counts as free already."""
     by_storage, limits, files = collections.Counter(), {}, MappedFiles()
     for param in params:
         storage, nbytes = param.untyped_storage(), param.numel() * param.element_size()
@@ -220,13 +219,13 @@ def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
             limits[key] = storage.nbytes()
     taken = collections.Counter()
     for key, nbytes in by_storage.items():
-        taken[key[0]] += min(nbytes, limits[key])  # parameters may share it
+        taken[key[0]] += min(nbytes, limits[key])  # parameters may share a storage
     return taken
 
 
 def _held_nbytes(model: nn.Module, params, layout_: Layout) -> int:
-    """The most that an op and the ops around it hold: spans of a module's own parameters and of its ancestors'. What lies in lists of
-    parameters, and in other modules that cannot be called, is its parent's, which reads one after another."""
+    """The most bytes that an op and the ops around it hold: spans with a module's own parameters and with those of its ancestors. Parameters in
+    a child that cannot be called, such as a ParameterList, count as the parent's own: the parent reads them one after another."""
     index = {id(param): i for i, param in enumerate(params)}
     nbytes = {span.index: span.nbytes for span in layout_.spans}
     most = 0
@@ -245,15 +244,15 @@ def _held_nbytes(model: nn.Module, params, layout_: Layout) -> int:
 
 
 def _op_gradient_nbytes(model: nn.Module, params, specs: list[ParameterSpec]) -> int:
-    """The most that gradients take that are there at once: one parameter's, or those of all that is compiled as one."""
+    """The most bytes of gradients that exist at once: the gradient of one parameter, or all gradients of one compiled module."""
     regions = [list(module.parameters()) for module in model.modules() if is_region(module)]
     ours = {id(param): spec.numel * spec.format.itemsize for param, spec in zip(params, specs) if spec.trainable}
     return max((sum(ours.get(id(param), 0) for param in group) for group in (*regions, *([p] for p in params))), default=0)
 
 
 def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
-    """The most that buffers of chunks take, on several ranks, each with a number a parameter and rank: those of the spans of one op's
-    gradients, beside those of the op before, which may be reduced only then."""
+    """The most bytes of the chunks' flat gradient buffers, on several ranks. Each buffer also has one number per parameter and rank. The
+    buffers of one op exist beside those of the previous op, whose reduction may come only then."""
     index = {id(param): i for i, param in enumerate(params)}
     inside = inside_leaves(model)
     of_ops = {}
@@ -263,7 +262,7 @@ def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
             spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
             chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
             of_ops[spans] = sum(
-                (chunk.numel + layout_.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
+                (chunk.numel + layout_.partition.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
             )
     return sum(sorted(of_ops.values())[-2:])
 
@@ -276,7 +275,7 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
 
 
 def written_in_forward(model: nn.Module, named: Named) -> set[int]:
-    """Parameters that their module writes to in forward: embeddings with max_norm."""
+    """Indices of the parameters that their module changes in forward: embeddings with max_norm."""
     index = {id(param): i for i, (_, param) in enumerate(named)}
     writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
     return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}

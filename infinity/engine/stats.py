@@ -1,4 +1,4 @@
-"""The numbers of `Engine.stats()`: their names, units and sources.
+"""The statistics of `Engine.stats()`: names, units and sources of the numbers.
 
 Knows an engine's parts. Must not know steps, or who reads the numbers.
 """
@@ -11,7 +11,7 @@ from infinity.renamed import LINKS, STATS_KEYS, Renamed
 
 
 class LinkStats(TypedDict):
-    """One link since the engine was made. busy_seconds: at least one transfer was under way. stall_seconds: the training thread waited."""
+    """One link since the engine was made. busy_seconds: time with an active transfer. stall_seconds: waiting time of the training thread."""
 
     nbytes: int
     busy_seconds: float
@@ -19,7 +19,7 @@ class LinkStats(TypedDict):
 
 
 class ActivationStats(TypedDict):
-    """Saved activations outside of the device, in bytes: moved so far, in host memory now and at most, reserved on NVMe."""
+    """Bytes of saved activations outside of the device: moved so far, in host memory now, the most in host memory, reserved on NVMe."""
 
     moved_nbytes: int
     host_nbytes: int
@@ -37,19 +37,19 @@ class EngineStats(TypedDict):
     """Parameters, master weights and optimizer states of this rank."""
 
     device_budget_nbytes: int
-    """The engine may hold as much on the device now."""
+    """Bytes that the engine may hold on the device now."""
 
     device_nbytes: int
-    """The engine holds as much on the device now."""
+    """Bytes that the engine holds on the device now."""
 
     peak_device_nbytes: int
-    """The engine held as much on the device at most."""
+    """Most bytes that the engine has held on the device."""
 
     peak_activation_nbytes: int
-    """Device memory that is not the engine's, at most; 0 on the CPU."""
+    """Most device memory beside the engine's own; 0 on the CPU."""
 
     peak_allocated_nbytes: int
-    """Device memory of the process, at most; 0 on the CPU."""
+    """Most device memory of the process; 0 on the CPU."""
 
     num_placement_rollbacks: int
     """Divisions of device memory that made steps longer and were undone."""
@@ -58,7 +58,7 @@ class EngineStats(TypedDict):
     """Chunks whose parameters and optimizer states stay on the device."""
 
     pinned_host_nbytes: int
-    """The pinned buffer pool."""
+    """Size of the pinned buffer pool."""
 
     nvme_read_nbytes: int
     """Bytes that were read from NVMe."""
@@ -101,7 +101,7 @@ class EngineStats(TypedDict):
 
 
 def stats_of(engine) -> EngineStats:
-    """Of an engine that has started. Old keys are read with a RenamedWarning."""
+    """The statistics of an engine that has started. Reading an old key gives a RenamedWarning."""
     budget, compressor, activations = engine.device_budget, engine.compressor, engine.activations
     found: EngineStats = {
         "num_parameters": engine.layout.num_parameters,

@@ -1,15 +1,15 @@
-"""A trace as a file: what the ranks noted, in the JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing show; and back.
+"""Trace files: the events of all ranks as JSON, for Perfetto (https://ui.perfetto.dev) and chrome://tracing. Also reads these files.
 
-Knows events, their lanes' titles, and that file. Must not know how they are noted, or what they say about a run: breakdown.py does.
+Knows events, titles of their lanes, and the file format. Must not know how events are recorded, or how a run is analysed (breakdown.py).
 """
 
 # [Note: one clock for all ranks]
-# Ranks of one machine share the monotonic clock by which they note. Another machine's is moved by the difference of what the two
-# machines' wall clocks and monotonic clocks say, as exact as their wall clocks agree.
+# All ranks of one machine share the monotonic clock of the events. Each machine has an offset: wall clock minus monotonic clock. Times of
+# another machine are shifted by the difference of the two offsets. The shift is as exact as the wall clocks agree.
 
 # [Note: rows of a lane]
-# Perfetto draws what overlaps in one thread only if it is nested. Transfers are not: the first that begins while all rows of its
-# lane are taken opens another row, a thread of its own.
+# Perfetto draws overlapping events of one thread only if they are nested. Transfers overlap without nesting. A lane therefore has several
+# rows, each a thread of its own. A transfer that begins while all rows of its lane are busy opens another row.
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from infinity.output import check_file, write_text
 from infinity.renamed import LINKS as OLD_LINKS
 from infinity.system.events import COMPUTE, SLOTS, STALL, STEP, Event, now
 
-LANES = {  # in the order in which they are shown
+LANES = {  # in display order
     STEP: "steps",
     COMPUTE: "device compute",
     STALL: "waits",
     **{link: link for link in ("all_gather", "h2d", "nvme_read", "update", "reduce_scatter", "d2h", "nvme_write")},
 }
 SLOTS_COUNTER, QUEUE_COUNTER, RATE_COUNTER = "slots in use", "bytes queued", "GB/s"
-FORMAT = 1  # of otherData["infinity"]
+FORMAT = 1  # version, in otherData["infinity"]
 _DRIVES = {"nvme_read": "read", "nvme_write": "written"}
 _DETAIL = {COMPUTE: "phase", STALL: "link"}
-_ROWS = 1000  # a lane has at most
+_ROWS = 1000  # most rows of a lane
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """An event by name. Times in seconds since the trace began. detail: of COMPUTE the phase, of STALL the link."""
+    """A named event. Times in seconds since the trace began. detail: the phase of a COMPUTE event, the link of a STALL event."""
 
     lane: str
     name: str
@@ -59,9 +59,9 @@ class Slice:
 
 @dataclass
 class RankTrace:
-    """What one rank noted, by start. samples: (seconds, slots in use by kind).
+    """The events of one rank, by start. samples: (seconds, slots in use by kind).
 
-    num_left_out: events that were too many; complete_since: seconds from when on there are none.
+    num_left_out: events that did not fit into the trace. complete_since: from this time on, in seconds, the trace has all events.
     """
 
     rank: int
@@ -72,10 +72,10 @@ class RankTrace:
 
 
 def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write what all ranks of a model's engine have traced so far into one file. Needs Config(trace=True).
+    """Write the trace of a model's engine so far, with the events of all ranks, into one file. Needs Config(trace=True).
 
-    Every rank must call it, before the engine is closed; rank 0 writes. The device is waited for. Raises UsageError if nothing was
-    traced, ConfigError if no file can be there.
+    All ranks must make this call, before the engine is closed. Rank 0 writes the file. The call waits for the device. Raises UsageError if
+    the trace is empty, ConfigError if the path cannot be a file.
     """
     path, engine = checked_path(path), engine_of(model)
     if not engine.events.tracing:
@@ -84,13 +84,13 @@ def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
     def check() -> None:
         if not engine.events.trace:
             raise UsageError("save_trace: nothing has run yet; call it after some steps")
-        if engine.ranks.rank == 0:
+        if engine.ranks.is_first:
             check_file(path, "the trace")
 
     engine.ranks.together(check)
     engine.events.timeline.resolve(wait=True)
     parts = engine.ranks.exchange(zlib.compress(json.dumps(_noted(engine)).encode()))
-    if engine.ranks.rank == 0:
+    if engine.ranks.is_first:
         write_trace(path, joined([json.loads(zlib.decompress(part)) for part in parts]))
 
 
@@ -99,14 +99,14 @@ def write_trace(path: Path, ranks: list[RankTrace]) -> None:
 
 
 def read_trace(path: Path) -> list[RankTrace]:
-    """The inverse of `write_trace`. Raises UsageError for what is no such file."""
+    """The inverse of `write_trace`. Raises UsageError if the file is unreadable, or no trace of this engine."""
     try:
         with open_ordinary(path) as file:
             value = json.load(file)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no trace, or is cut off: it is not whole JSON ({error})") from error
+        raise UsageError(f"{path} is no trace, or is cut off: the file is not complete JSON ({error})") from error
     about = value.get("otherData") if isinstance(value, dict) else None
     version = about.get("infinity") if isinstance(about, dict) else None
     if version is None:
@@ -119,11 +119,11 @@ def read_trace(path: Path) -> list[RankTrace]:
         raise UsageError(f"{path} is a damaged trace: {type(error).__name__}: {error}") from error
 
 
-# What each rank sends.
+# The data that each rank sends to rank 0.
 
 
 def _noted(engine: Engine) -> dict:
-    """This rank's trace, as JSON has it, with what places its clock among the others'."""
+    """This rank's trace in types of JSON, with the data that relates this machine's clock to others."""
     events = engine.events
     titles = {chunk.index: chunk.title for chunk in engine.registry.chunks}
     noted = events.trace
@@ -153,7 +153,7 @@ def _named(event: Event, titles: dict[int, str]) -> tuple:
 
 
 def joined(noted: list[dict]) -> list[RankTrace]:
-    """All ranks by one clock, that of rank 0, which is zero when the first event begins."""
+    """The traces of all ranks by the clock of rank 0, in seconds since the first event began."""
     first = noted[0]
     ahead = [0.0 if n["machine"] == first["machine"] else n["wall_offset"] - first["wall_offset"] for n in noted]
     begin = min(event[2] + shift for n, shift in zip(noted, ahead) for event in n["events"])
@@ -220,7 +220,7 @@ def _from_perfetto(value: dict) -> list[RankTrace]:
     for trace in ranks.values():
         trace.slices.sort(key=lambda piece: (piece.start, -piece.end))
     if not ranks:
-        raise ValueError("it is of no rank")
+        raise ValueError("the trace has no rank")
     return [ranks[rank] for rank in sorted(ranks)]
 
 
@@ -233,7 +233,7 @@ def _tid(lane: str, row: int) -> int:
 
 
 def _row(ends: list[float], piece: Slice) -> int:
-    """The first row of a lane that is free then; see [Note: rows of a lane]."""
+    """The first row of a lane that is free when the event begins; see [Note: rows of a lane]."""
     row = next((row for row, end in enumerate(ends) if end <= piece.start), len(ends))
     ends[row : row + 1] = [piece.end]
     return row
@@ -252,18 +252,18 @@ def _counter(pid: int, name: str, values: Iterable[tuple[float, dict]]) -> list[
 
 
 def _queued(slices: list[Slice]) -> list[tuple[float, dict[str, int]]]:
-    """Bytes that the drives were asked for and have not moved yet, whenever these change."""
+    """(Seconds, bytes by direction) at each change: bytes that the drives have yet to move for active requests."""
     return _sums(slices, lambda piece: piece.nbytes, {name: 0 for name in _DRIVES.values()})
 
 
 def _rates(slices: list[Slice]) -> list[tuple[float, dict[str, float]]]:
-    """GB/s of the drives, as if each request moved its bytes evenly; over all time that makes the bytes that were moved."""
+    """(Seconds, GB/s by direction) at each change. Each request counts with its mean rate, so the integral over time is the bytes moved."""
     sums = _sums(slices, lambda piece: round(piece.nbytes / max(piece.end - piece.start, 1e-9)), {name: 0 for name in _DRIVES.values()})
     return [(at, {name: round(rate / 1e9, 6) for name, rate in rates.items()}) for at, rates in sums]
 
 
 def _sums(slices: list[Slice], weight, sums: dict[str, int]) -> list[tuple[float, dict[str, int]]]:
-    """What the drives' requests under way weigh, in whole numbers, so that they come back to zero."""
+    """(Seconds, sum of weights by direction) of active drive requests, at each change. Weights are integers, so sums return to zero."""
     changes = [(piece.start, _DRIVES[piece.lane], weight(piece)) for piece in slices if piece.lane in _DRIVES]
     changes += [(piece.end, _DRIVES[piece.lane], -weight(piece)) for piece in slices if piece.lane in _DRIVES]
     found: list[tuple[float, dict[str, int]]] = []

@@ -1,12 +1,12 @@
-"""Accelerator of accelerate over engines: `offloaded`.
+"""An integration with Accelerator of accelerate: `offloaded`.
 
 Knows the methods of Accelerator, and when they run. Must not know how an engine works.
 """
 
-# [Note: what an Accelerator must leave to engines]
-# As in [Note: what a Trainer must leave to the engine] in transformers.py, a model in an engine counts as prepared. So accelerate does not
-# move or wrap the model, and does not run it under autocast. An optimizer of torch becomes its counterpart in infinity, and its
-# schedulers keep working. save_state writes a folder of infinity.save in place of the model's weights.
+# [Note: an Accelerator with engines]
+# A model in an engine is marked as prepared, as in [Note: a Trainer with an engine] in transformers.py. Therefore accelerate does not move
+# or wrap the model, and does not use autocast. An optimizer of torch becomes its counterpart in infinity, and the optimizer's schedulers
+# keep working. save_state writes a folder of infinity.save in place of the model's weights.
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from infinity.integrations.optimizers import convert
 Kind = TypeVar("Kind", bound=Accelerator)
 
 def offloaded(accelerator: type[Accelerator] = Accelerator, config: infinity.Config | None = None) -> type[Accelerator]:
-    """A class of Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.
+    """Return a subclass of Accelerator that trains with engines: `offloaded(Accelerator, config)(gradient_accumulation_steps=4)`.
 
-    `prepare` puts each model with trainable parameters into an engine with this configuration, unless the model is in one already. The
+    `prepare` puts each model with trainable parameters into an engine with this configuration, if the model has no engine yet. The
     optimizer (torch's AdamW, Adam or SGD) becomes infinity's counterpart. Pass both in one call of `prepare`, or the model first. backward,
     accumulate, clip_grad_norm_, save_state and load_state work as before. Call save_state and load_state on all ranks. Raises ConfigError if
     mixed_precision differs from the engine's dtype, and for an optimizer without a counterpart.
@@ -41,7 +41,7 @@ def offloaded(accelerator: type[Accelerator] = Accelerator, config: infinity.Con
 
 
 class _Offloaded:
-    """Mixed into a class of Accelerator; see [Note: what an Accelerator must leave to engines]."""
+    """A mixin for classes of Accelerator; see [Note: an Accelerator with engines]."""
 
     _config: infinity.Config | None
     _saves = False
@@ -107,7 +107,7 @@ class _Offloaded:
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """An optimizer of an engine. Its states are loaded with the model."""
+    """Accelerate's wrapper of an engine's optimizer. infinity.load restores the optimizer states with the model."""
 
     def load_state_dict(self, state_dict) -> None:
         self.optimizer.load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

@@ -1,12 +1,12 @@
 """Converts a configuration of DeepSpeed's ZeRO-Infinity into settings of infinity, key by key.
 
-Knows DeepSpeed's settings, as its documentation and version 0.19 have them, and the settings that they become. Must not know Config, files, or
+Knows the settings of DeepSpeed's documentation and version 0.19, and infinity's settings in their place. Must not know Config, files, or
 whether a setting is right for this machine.
 
 Each key ends in one of four lists: mapped to a setting of infinity, passed to the optimizer, unneeded, or unmatched. A key is the path of a
-value in nested tables: "zero_optimization.offload_param.device". Two values count as not set: "auto", which Hugging Face's integration
-fills in, and null. If a key is not set and DeepSpeed's default differs from infinity's, the conversion implies DeepSpeed's. If infinity
-has only one behaviour, the conversion lists the difference.
+value in nested tables: "zero_optimization.offload_param.device". Two values count as not set: null, and "auto", which Hugging Face's
+integration fills in. If a key is not set and DeepSpeed's default differs from infinity's, the conversion takes DeepSpeed's default. If
+infinity has only one behaviour, the conversion lists the difference.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from infinity.integrations.deepspeed_keys import AUTO, UNMATCHED, UNNEEDED
 from infinity.spelling import nearest
 
 _STAGE = (
-    "3. Only ZeRO-3 slices weights, gradients and states over all ranks, as this engine always does: set 3 if that is meant"
+    "3. Only ZeRO-3 slices weights, gradients and states over all ranks, as infinity always does. Set stage 3 if you want this"
 )
 _TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-_CLASSES = {"adamw": "AdamW", "adam": "AdamW", "sgd": "SGD", "lion": "Lion"}  # its Adam is AdamW, too, unless told otherwise
+_CLASSES = {"adamw": "AdamW", "adam": "AdamW", "sgd": "SGD", "lion": "Lion"}  # DeepSpeed's Adam is AdamW, unless adam_w_mode is false
 _ARGUMENTS = {
     "AdamW": ("lr", "betas", "eps", "weight_decay"),
     "Adam": ("lr", "betas", "eps", "weight_decay"),
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
     "Lion": ("lr", "betas", "weight_decay"),
 }
-_LOSS_SCALE = {  # of fp16 -> argument of infinity.LossScale, its value, and the largest setting
+_LOSS_SCALE = {  # key in "fp16" -> argument of infinity.LossScale, the argument's value, and the largest valid setting
     "initial_scale_power": ("initial", lambda power: 2.0**power, 127),
     "loss_scale_window": ("interval", int, math.inf),
     "min_loss_scale": ("minimum", float, math.inf),
 }
 _AMOUNT = (lambda value: _is_number(value) and value >= 0, "a number, zero or above")
-_VALUES = {  # of an argument: what it may be, in code and in words
+_VALUES = {  # argument -> check of a value, and the expected values in words
     "lr": _AMOUNT,
     "betas": (lambda value: _is_pair(value) and all(_is_number(beta) and 0 <= beta < 1 for beta in value), "two numbers from 0 to below 1"),
     "eps": _AMOUNT,
@@ -52,31 +52,31 @@ _OTHER_DEFAULTS = {"AdamW": {"weight_decay": 0.0}, "Lion": {"lr": 1e-3}}
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What became of a configuration. The four lists are by DeepSpeed's keys; each of them is in exactly one."""
+    """A converted configuration. Each of DeepSpeed's keys is in exactly one of the lists mapped, to_optimizer, unneeded and unmatched."""
 
     config: dict[str, object] = field(default_factory=dict)
     """Fields of Config."""
     arguments: dict[str, object] = field(default_factory=dict)
-    """Of the optimizer, without its loss scale."""
+    """Arguments of the optimizer, without the loss scale."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """Arguments of infinity.LossScale."""
     optimizer: str | None = None
-    """Name of its class, such as "AdamW", if the configuration has one that exists here."""
+    """Name of the optimizer's class in infinity, such as "AdamW", or None."""
 
     mapped: dict[str, str] = field(default_factory=dict)
     """Key -> setting of Config."""
     to_optimizer: dict[str, str] = field(default_factory=dict)
     """Key -> argument of the optimizer."""
     unneeded: dict[str, str] = field(default_factory=dict)
-    """Key -> why there is nothing to do."""
+    """Key -> why infinity needs no setting for the key."""
     unmatched: dict[str, str] = field(default_factory=dict)
-    """Key -> why there is no counterpart, or where it is looked for."""
+    """Key -> why infinity has no counterpart, or where the program sets the value instead."""
     implied: dict[str, str] = field(default_factory=dict)
-    """Setting of ours -> which default of DeepSpeed's it stands for, or differs from because it is always so here."""
+    """Setting or behaviour of infinity -> the default of DeepSpeed behind the setting, or the default that differs from the behaviour."""
 
     @property
     def optimizer_call(self) -> str:
-        """How the optimizer is made, in Python; OPTIMIZER stands for a class that is not set or does not exist here."""
+        """The Python expression that makes the optimizer. OPTIMIZER stands for a class that is not set or has no counterpart."""
         arguments = [f"{name}={value!r}" for name, value in self.arguments.items()]
         if self.loss_scale:
             arguments.append(f"loss_scale={_call('LossScale', self.loss_scale)}")
@@ -88,7 +88,7 @@ class Conversion:
             "For the optimizer": self.to_optimizer,
             "Nothing to do": self.unneeded,
             "No counterpart": self.unmatched,
-            "Not set, and another default than ours": self.implied,
+            "Not set, with different defaults": self.implied,
         }
         width = max((len(key) for part in parts.values() for key in part), default=0)
         texts = []
@@ -99,8 +99,7 @@ class Conversion:
 
 
 def convert(source: Mapping) -> Conversion:
-    """Raises ConfigError for a stage other than 3, for values that have no meaning to DeepSpeed or to our optimizers, and for tables
-    that are none."""
+    """Convert a configuration. Raises ConfigError for a stage other than 3, for invalid values, and for values in place of tables."""
     converter = _Converter(source)
     converter.check_stage()
     converter.convert_tier("zero_optimization.offload_param", "param_tier")
@@ -114,7 +113,7 @@ def convert(source: Mapping) -> Conversion:
 
 
 class _Converter:
-    """The keys that are in no list yet, and what has become of the others."""
+    """The state of a conversion. left: keys that are in no list yet. done: the result for the other keys."""
 
     def __init__(self, source):
         self.given = dict(_leaves(source))
@@ -128,7 +127,7 @@ class _Converter:
                 self.left[key] = value
 
     def take(self, key, check, expected):
-        """The value of a key that is to be in a list afterwards, or None. Raises ConfigError unless check(value)."""
+        """Return the value of a key, or None. The caller then adds the key to a list. Raises ConfigError unless check(value)."""
         self.known.add(key)
         value = self.left.pop(key, None)
         if value is not None and not check(value):
@@ -143,19 +142,19 @@ class _Converter:
         return self.take(key, lambda value: _is_number(value) and 0 <= value <= most, expected)
 
     def map(self, key, name, value):
-        """List a key as mapped to a field of Config."""
+        """Add a key to `mapped`. name: a field of Config."""
         self.done.config[name] = value
         self.done.mapped[key] = f"{name} = {value}"
 
     def argue(self, key, name, value, note=""):
-        """List a key as an argument of the optimizer."""
+        """Add a key to `to_optimizer`. name: an argument of the optimizer."""
         self.done.arguments[name] = value
         self.done.to_optimizer[key] = f"{name} = {value}{note}"
 
     def check_stage(self):
         stage = self.take("zero_optimization.stage", lambda value: value == 3 and not isinstance(value, bool), _STAGE)
         if stage is None:
-            raise ConfigError(f"zero_optimization.stage is not set, which is 0: expected {_STAGE}")
+            raise ConfigError(f"zero_optimization.stage is not set, and the default is 0: expected {_STAGE}")
         self.done.unneeded["zero_optimization.stage"] = "weights, gradients and states are always sliced over all ranks"
 
     def convert_tier(self, section, name):
@@ -169,14 +168,14 @@ class _Converter:
                 paths.append(path)
             self.done.mapped[f"{section}.nvme_path"] = f"swap_dirs = {path}"
         elif path is not None:
-            self.done.unneeded[f"{section}.nvme_path"] = "nothing goes to NVMe from here"
+            self.done.unneeded[f"{section}.nvme_path"] = "the device of this table is not nvme"
 
     def convert_dtype(self):
         switches = {"fp16.enabled": "fp16", "bf16.enabled": "bf16", "bfloat16.enabled": "bf16"}
         flags = {key: self.flag(key) for key in switches}
         dtypes = {dtype for key, dtype in switches.items() if flags[key]}
         if len(dtypes) > 1:
-            raise ConfigError("fp16.enabled and bf16.enabled: expected one of them at most; leave out the other")
+            raise ConfigError("fp16.enabled and bf16.enabled: expected one of them at most; remove the other")
         dtype = dtypes.pop() if dtypes else None
         for key, flag in flags.items():
             if flag:
@@ -200,7 +199,7 @@ class _Converter:
             listed = {name: "the loss scale is fixed" for name in moving}
             self.done.to_optimizer["fp16.loss_scale"] = f"loss_scale = {_call('LossScale', scale)}"
         else:
-            listed = {"loss_scale": "0 is a dynamic one, as here"}
+            listed = {"loss_scale": "0 means a dynamic loss scale, as infinity has"}
             self.check_loss_scale(**moving)
             for name, (argument, value_of, _) in _LOSS_SCALE.items():
                 if moving[name] is not None:
@@ -208,15 +207,15 @@ class _Converter:
                     self.done.to_optimizer[f"fp16.{name}"] = f"loss_scale = {_call('LossScale', {argument: scale[argument]})}"
             if "interval" not in scale:
                 scale["interval"] = 1000
-                self.done.implied["loss_scale = infinity.LossScale(interval=1000)"] = "fp16.loss_scale_window; here it is 2000"
+                self.done.implied["loss_scale = infinity.LossScale(interval=1000)"] = "from fp16.loss_scale_window; infinity's default is 2000"
             if self.given.get("fp16.hysteresis") in (None, "auto"):
-                self.done.implied["the loss scale shrinks at the first overflow"] = "fp16.hysteresis is 2 there; here it is 1, always"
+                self.done.implied["the loss scale shrinks at the first overflow"] = "fp16.hysteresis is 2 in DeepSpeed and always 1 in infinity"
         for name, why in listed.items():
             if self.given.get(f"fp16.{name}") not in (None, "auto"):
                 self.done.unneeded[f"fp16.{name}"] = why
 
     def check_loss_scale(self, initial_scale_power, loss_scale_window, min_loss_scale):
-        """What DeepSpeed takes, and infinity.LossScale does not. None: not set."""
+        """Raise ConfigError for values that DeepSpeed accepts and infinity.LossScale does not. None: not set."""
         if loss_scale_window is not None and (loss_scale_window < 1 or loss_scale_window % 1):
             raise ConfigError(f"fp16.loss_scale_window={loss_scale_window!r}: expected a whole number above zero")
         if min_loss_scale == 0:
@@ -224,8 +223,8 @@ class _Converter:
         initial = 2.0 ** (16 if initial_scale_power is None else initial_scale_power)
         if min_loss_scale is not None and min_loss_scale > initial:
             raise ConfigError(
-                f"fp16.min_loss_scale={min_loss_scale!r}: expected at most {initial:g}, the scale to begin with; raise "
-                f"fp16.initial_scale_power or lower this"
+                f"fp16.min_loss_scale={min_loss_scale!r}: expected at most {initial:g}, the initial scale; raise "
+                f"fp16.initial_scale_power or lower fp16.min_loss_scale"
             )
 
     def convert_bf16(self, is_on):
@@ -242,7 +241,7 @@ class _Converter:
                 self.map(f"{table}.bf16_optimizer_states", "optimizer_state_dtype", "bf16" if small else "fp32")
         if is_on and nonfinite is None:
             self.done.config["nonfinite"] = "skip"
-            self.done.implied["nonfinite = skip"] = "bf16.check_grad_overflow; here it is ignore, as in plain PyTorch"
+            self.done.implied["nonfinite = skip"] = "from bf16.check_grad_overflow; infinity's default is ignore, as in plain PyTorch"
 
     def convert_activations(self):
         key = "activation_checkpointing.cpu_checkpointing"
@@ -262,7 +261,7 @@ class _Converter:
             if is_ours:
                 self.argue(key, argument, tuple(value) if isinstance(value, list) else value)
             else:
-                why = f"infinity.{name} has no such argument" if name else "of an optimizer that is not known here"
+                why = f"infinity.{name} has no such argument" if name else "the optimizer has no counterpart in infinity"
                 self.done.unmatched[key] = why
         given = self.done.arguments
         if given.get("nesterov") and (not given.get("momentum") or given.get("dampening")):
@@ -270,7 +269,7 @@ class _Converter:
         for argument, value in _OTHER_DEFAULTS.get(name, {}).items():
             if argument not in self.done.arguments:
                 self.done.arguments[argument] = value
-                self.done.implied[f"{argument} = {value}"] = f"optimizer.params.{argument}; infinity.{name} has another default"
+                self.done.implied[f"{argument} = {value}"] = f"from optimizer.params.{argument}; infinity.{name} has another default"
 
     def convert_optimizer_class(self):
         kind = self.take("optimizer.type", lambda value: isinstance(value, str), "the name of an optimizer")
@@ -282,11 +281,11 @@ class _Converter:
             self.done = dataclasses.replace(self.done, optimizer=name)
             self.done.to_optimizer["optimizer.type"] = f"infinity.{name}"
         elif kind is not None:
-            self.done.unmatched["optimizer.type"] = "one that is elementwise is a small class here: infinity.Rule"
+            self.done.unmatched["optimizer.type"] = "for an elementwise optimizer, write a subclass of infinity.Rule"
         if decoupled is not None and name in ("Adam", "AdamW"):
             self.done.to_optimizer["optimizer.params.adam_w_mode"] = f"infinity.{name}"
         elif decoupled is not None:
-            self.done.unmatched["optimizer.params.adam_w_mode"] = "of Adam only"
+            self.done.unmatched["optimizer.params.adam_w_mode"] = "an argument of Adam only"
         return name
 
     def convert_clipping_and_accumulation(self):
@@ -294,13 +293,13 @@ class _Converter:
         if norm:
             self.argue("gradient_clipping", "max_grad_norm", float(norm))
         elif norm is not None:
-            self.done.unneeded["gradient_clipping"] = "0 is off"
+            self.done.unneeded["gradient_clipping"] = "0 switches clipping off"
         steps = self.take("gradient_accumulation_steps", lambda value: type(value) is int and value > 0, "a whole number above zero")
         if steps is not None:
-            self.argue("gradient_accumulation_steps", "accumulation_steps", steps, "; the loop divides the loss by it")
+            self.argue("gradient_accumulation_steps", "accumulation_steps", steps, "; your training loop divides the loss by this number")
 
     def sort_the_rest(self):
-        """By the tables. A key of a table that is off needs nothing."""
+        """Put the remaining keys into lists, by UNNEEDED and UNMATCHED. A key in a table with "enabled": false is unneeded."""
         for key, value in self.left.items():
             sections = list(_sections(key))
             if any(known.startswith(f"{key}.") for known in self.known):
@@ -317,10 +316,10 @@ class _Converter:
                 self.list_unmatched(key, rule, value)
             else:
                 self.refuse_misspelled(key)
-                self.done.unmatched[key] = "no setting that is known here"
+                self.done.unmatched[key] = "infinity does not know this setting"
 
     def refuse_misspelled(self, key):
-        """Raises ConfigError for an unknown key that is spelled like a known one: its table or value would have no effect."""
+        """Raise ConfigError for an unknown key that is spelled like a known one, because the key would have no effect."""
         section = ""
         for name in key.split("."):
             names = {known.removeprefix(section).split(".")[0] for known in self.known if known.startswith(section)}
@@ -333,7 +332,7 @@ class _Converter:
     def list_unmatched(self, key, rule, value):
         harmless, why = UNMATCHED[rule]
         if harmless is not None and value == harmless:
-            self.done.unneeded[key] = "as it always is here" if harmless is not False else "off"
+            self.done.unneeded[key] = "infinity always does this" if harmless is not False else "off"
         else:
             self.done.unmatched[key] = why
 
@@ -354,7 +353,7 @@ def _sections(key) -> Iterator[str]:
 
 
 def _is_number(value):
-    """One that a float can be."""
+    """Whether the value is a number in the range of float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

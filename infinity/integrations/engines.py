@@ -1,4 +1,4 @@
-"""The engine of a model that a trainer of another library gets.
+"""The engine of a model that another library's trainer drives.
 
 Knows which dtypes fit together. Must not know how the library trains the model.
 """
@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.engine.refused_trainers import note_integration
 from infinity.formats.assignment import ParameterDtypes, floating_parameters
+from infinity.formats.format import STORAGES
 from infinity.output import say
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -29,11 +30,11 @@ def has_engine(model: nn.Module) -> bool:
 def taken(
     model: nn.Module, config: infinity.Config | None, precision: str, *, told: str, asked: Callable[[str], str]
 ) -> infinity.Engine:
-    """The engine of the model; a new one with this configuration if the model has none.
+    """Return the engine of the model, or a new engine with this configuration.
 
-    precision: the dtype of the library's autocast, "no" without autocast. told: this precision in the program's words, for messages.
+    precision: dtype of the library's autocast, "no" without autocast. told: the precision as the program wrote it, for messages.
     asked(dtype): the library's argument for autocast in this dtype. Raises ConfigError if the precision differs from the engine's dtype.
-    Without autocast, an engine of bf16 or fp16 also takes a model of another dtype. Then rank 0 prints one line.
+    Without autocast, an engine of bf16 or fp16 accepts a model of another dtype, and rank 0 prints one line.
     """
     engine = infinity.engine_of(model) if has_engine(model) else None
     named = floating_parameters(model)
@@ -41,14 +42,14 @@ def taken(
     if precision not in ("no", dtype):
         change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""
         raise infinity.ConfigError(
-            f"{told} over an engine of dtype {dtype!r}: {change}leave the precision out. Some trainers, such as those of TRL, set bf16=True by "
+            f"{told} over an engine of dtype {dtype!r}: {change}omit the precision. Some trainers, such as those of TRL, set bf16=True by "
             f"default."
         )
     found = {param.dtype for _, param in named}
     keeps_dtypes = engine is None and (len(found) > 1 or found == {_DTYPES[dtype]})
     if engine is None:
         engine = infinity.offload(model, config)
-    if note_integration(engine) and precision == "no" and dtype != "fp32" and not keeps_dtypes and engine.ranks.rank == 0:
+    if note_integration(engine) and precision == "no" and STORAGES[dtype].master and not keeps_dtypes and engine.ranks.is_first:
         say(
             f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is intended, add "
             f"{asked(dtype)}. If not, use infinity.Config(dtype='fp32')"

@@ -1,13 +1,14 @@
-"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric. `LogStats` logs its statistics.
+"""Strategies of Lightning over an engine: `EngineStrategy` for Trainer, `EngineFabricStrategy` for Fabric. `LogStats` logs statistics.
 
 Knows the methods of a strategy that Lightning's loops call, and when. Must not know how an engine works.
 """
 
-# [Note: what a strategy does with an engine]
-# A strategy starts and joins processes like the strategy of DistributedDataParallel, from which it inherits. It leaves that wrapper out: the
-# engine slices the model over all ranks. An optimizer of torch becomes its counterpart in infinity, and its schedulers keep working.
-# A step of a LightningModule runs as its forward, so that the engine sees one call of the model. If Lightning blocks the synchronisation of
-# gradients, the pass is not the last one of its step. Beside a checkpoint PATH there is a folder PATH.infinity of infinity.save.
+# [Note: a strategy with an engine]
+# The strategies inherit from Lightning's DDP strategies, and start and join processes in the same way. They omit the DDP wrapper, because
+# the engine slices the model over all ranks. An optimizer of torch becomes its counterpart in infinity, and the optimizer's schedulers keep
+# working. A step of a LightningModule runs as the module's forward, because the engine must see one call of the model. While Lightning
+# blocks the synchronisation of gradients, a backward pass is not the last of its step. A checkpoint PATH has a folder PATH.infinity of
+# infinity.save beside it.
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ _MIXED = {"bf16": "precision='bf16-mixed'", "fp16": "precision='16-mixed'"}
 class EngineStrategy(DDPStrategy):
     """`Trainer(strategy=EngineStrategy(config))` trains the model of fit() with an engine.
 
-    config is for a model that is in no engine yet; infinity.init in configure_model puts it into one. Raises ConfigError if a mixed
-    precision differs from the engine's dtype, and for an optimizer without a counterpart. options: those of DDPStrategy about processes.
+    config: for a model without an engine. A model that configure_model builds in infinity.init has an engine already. Raises ConfigError if
+    a mixed precision differs from the engine's dtype, and for an optimizer without a counterpart. options: process options of DDPStrategy.
     """
 
     strategy_name = "infinity"
@@ -55,7 +56,7 @@ class EngineStrategy(DDPStrategy):
 
     def setup(self, trainer) -> None:
         fits = trainer.state.fn == TrainerFn.FITTING
-        if self.world_size == 1:  # no sampler for several ranks
+        if self.world_size == 1:  # DDPStrategy would add a distributed sampler
             trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -138,8 +139,8 @@ class EngineStrategy(DDPStrategy):
 class EngineFabricStrategy(FabricDDPStrategy):
     """`Fabric(strategy=EngineFabricStrategy(config))` works like `EngineStrategy`.
 
-    accumulation_steps: most backward passes of a step. Any number from 2 on is enough if `fabric.no_backward_sync` marks all passes but the
-    last. Pass model and optimizer to one call of setup, or the model first.
+    accumulation_steps: the largest number of backward passes per step. Any number from 2 on is enough if `fabric.no_backward_sync` marks all
+    passes except the last. Pass model and optimizer to one call of setup, or the model first.
     """
 
     def __init__(self, config: infinity.Config | None = None, *, accumulation_steps: int = 1, **options: Any) -> None:
@@ -202,7 +203,7 @@ class _Passes(_BackwardSyncControl):
 
 
 def _leave_scaling(precision) -> None:
-    """Switch off Lightning's loss scale: the engine has one."""
+    """Switch off Lightning's loss scale, because the engine scales the loss."""
     precision.scaler = None
 
 
@@ -211,7 +212,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _in_engines(state) -> list[nn.Module]:
-    """The modules with an engine among the objects that a program saves, in the order of their names."""
+    """The modules with an engine in the saved state, in the order of their names."""
     named = sorted(state.items()) if isinstance(state, dict) else [("", state)]
     return [each for _, each in named if isinstance(each, nn.Module) and has_engine(each)]
 
@@ -225,6 +226,6 @@ def _folder(path, number: int = 0) -> str:
 
 
 def _hyper_parameters(optimizer) -> dict:
-    """The optimizer's parameter groups as plain data. Its states are in the folder."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns that there are no states
+    """The optimizer's parameter groups as plain data. The folder of infinity.save has the optimizer states."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # state_dict() warns that it has no states
         return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}

@@ -10,12 +10,12 @@ import torch
 import infinity
 
 _KINDS = {torch.optim.AdamW: infinity.AdamW, torch.optim.Adam: infinity.Adam, torch.optim.SGD: infinity.SGD}
-_OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}  # choose among kernels of torch
-_OFF = {"amsgrad", "maximize", "decoupled_weight_decay"}  # are off, or follow from the class
+_OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}  # options that choose a kernel of torch
+_OFF = {"amsgrad", "maximize", "decoupled_weight_decay"}  # options that are off, or follow from the class
 
 
 def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[infinity.Elementwise], dict]:
-    """infinity's class and arguments for those of torch. Raises ConfigError if there is no counterpart."""
+    """Return infinity's class and arguments for a class and options of torch. Raises ConfigError if there is no counterpart."""
     if issubclass(kind, infinity.Elementwise):
         return kind, dict(options)
     if kind is torch.optim.Adam and options.get("decoupled_weight_decay"):
@@ -30,16 +30,16 @@ def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[
 
 
 def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise:
-    """Turn an unused optimizer of torch, over parameters of an engine, into its counterpart. The object stays the same, for its schedulers.
+    """Turn an unused optimizer of torch over an engine's parameters into its counterpart. The object stays the same for its schedulers.
 
-    options: of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has no
-    counterpart, or has states.
+    options: arguments of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has
+    states, or no counterpart.
     """
     if isinstance(optimizer, infinity.Elementwise):
         return optimizer
     kind, defaults = counterpart(type(optimizer), optimizer.defaults)
     for group in optimizer.param_groups:
-        counterpart(type(optimizer), group)  # a group may have options without counterpart
+        counterpart(type(optimizer), group)  # a group may have options without a counterpart
     if optimizer.state:
         raise infinity.ConfigError(
             f"{type(optimizer).__name__} has states already. Pass the optimizer and its model to the trainer before the first step"
@@ -55,7 +55,7 @@ def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise
 
 
 def _watch(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler was made over the optimizer, and checks in this way whether step() was called."""
+    """Wrap step() like a scheduler of torch does. The existing scheduler checks by this wrapper whether step() was called."""
     step = optimizer.step
 
     def watched(*args, **kwargs):

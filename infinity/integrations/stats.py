@@ -1,4 +1,4 @@
-"""The statistics of an engine as a flat dict of numbers, for TensorBoard, Weights & Biases, MLflow and the like.
+"""The statistics of an engine as a flat dict of numbers, for loggers such as TensorBoard, Weights & Biases and MLflow.
 
 Knows nested dicts of numbers. Must not know their meaning.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 def flattened(stats: Mapping[str, object], prefix: str = "infinity/") -> dict[str, float]:
-    """`Engine.stats()` as numbers by name, such as "infinity/links/nvme_read/nbytes"; what is not known (None), or said in words, is left out."""
+    """`Engine.stats()` as numbers by name, such as "infinity/links/nvme_read/nbytes". Values that are None or text are left out."""
     found: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, Mapping):

@@ -1,13 +1,14 @@
-"""Trainer of transformers, and its subclasses such as those of TRL, over an engine: `offloaded`.
+"""An integration with Trainer of transformers and its subclasses, such as those of TRL: `offloaded`.
 
 Knows the methods that Trainer calls, and when. Must not know how an engine works.
 """
 
-# [Note: what a Trainer must leave to the engine]
-# - The device, the replicas and the dtype of the model. Trainer does not move the model. The model is marked as prepared, so that accelerate
-#   neither wraps it in DistributedDataParallel nor runs it under autocast.
-# - The optimizer. Its class and numbers come from the arguments. Trainer reads the gradient norm in each step, so updates run after step().
-#   torch's clip_grad_norm_, which Trainer calls, works with the engine's gradients.
+# [Note: a Trainer with an engine]
+# The engine takes over three tasks of Trainer:
+# - Device, replicas and dtype of the model. Trainer does not move the model. The model is marked as prepared. Therefore accelerate does not
+#   wrap the model in DistributedDataParallel, and does not use autocast.
+# - The optimizer. The class and the numbers come from the arguments. Trainer reads the gradient norm in each step, so updates run after
+#   step(). Trainer calls torch's clip_grad_norm_, which works with the engine's gradients.
 # - The states. A checkpoint has a folder of infinity.save beside the files of the model. Resuming loads the folder after these files.
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ STATES = "infinity"  # the folder of infinity.save in a checkpoint of Trainer
 
 
 def offloaded(trainer: type[Trainer], config: infinity.Config | None = None, *, log_stats: bool = False) -> type[Trainer]:
-    """A class of Trainer that trains its model with an engine: `offloaded(Trainer, config)(model=model, args=args, ...)`.
+    """Return a subclass of Trainer that trains its model with an engine: `offloaded(Trainer, config)(model=model, args=args, ...)`.
 
-    trainer: Trainer or a subclass, such as those of TRL. config: of the engine. None if the model is in an engine already, as after
-    infinity.init, or for the defaults. log_stats: add the engine's stats() to the training logs, for TensorBoard and the like.
+    trainer: Trainer or a subclass, such as those of TRL. config: of the engine. Pass None for the defaults, or if the model has an engine
+    already, as after infinity.init. log_stats: add the engine's stats() to the training logs, for example of TensorBoard.
     The optimizer is infinity's counterpart of `args.optim`, unless the program gives one: `optimizers=(infinity.AdamW(...), None)`.
     Call train, evaluate, predict and save_model on all ranks. Raises ConfigError for `bf16=True` or `fp16=True` over an engine of another
     dtype, and for an optimizer without a counterpart. Without both arguments, an engine of bf16 or fp16 prints one line about its dtype.
@@ -44,7 +45,7 @@ def offloaded(trainer: type[Trainer], config: infinity.Config | None = None, *, 
 
 
 class _Offloaded:
-    """Mixed into a class of Trainer; see [Note: what a Trainer must leave to the engine]."""
+    """A mixin for classes of Trainer; see [Note: a Trainer with an engine]."""
 
     _config: infinity.Config | None
     _log_stats: bool
@@ -68,7 +69,7 @@ class _Offloaded:
 
     def _take_model(self) -> infinity.Engine:
         """The engine of the current model, adapters included."""
-        self.callback_handler.model = self.model  # no longer an earlier model, whose engine ends with it
+        self.callback_handler.model = self.model  # frees an earlier model, and with that model its engine
         wanted = self.args.mixed_precision
         told = f"TrainingArguments({wanted}=True)" if wanted != "no" else "TrainingArguments without bf16=True or fp16=True"
         engine = taken(self.model, self._config, wanted, told=told, asked="{}=True".format)
@@ -133,5 +134,5 @@ def _own(optimizer) -> torch.optim.Optimizer:
 
 
 def _quiet():
-    """accelerate saves and loads the optimizer's state_dict, which warns that it has no states."""
+    """Suppress a warning: accelerate saves and loads the optimizer's state_dict, which warns that it has no states."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

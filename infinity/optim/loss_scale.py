@@ -85,7 +85,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, scaler):
         ctx.scaler, ctx.dtype = scaler, output.dtype
-        return output.float() if output.dtype != torch.float32 else output.view_as(output)
+        return output.float().view_as(output)  # an output that is an input must be a view
 
     @staticmethod
     def backward(ctx, grad):

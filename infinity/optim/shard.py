@@ -4,11 +4,12 @@ Knows formats and flat tensors. Must not know chunks, ranks, tiers or the engine
 """
 
 # [Note: codecs]
-# Each storage of infinity/formats/format.py has a codec of the same name here. A codec has five operations:
+# Each storage of infinity/formats/format.py has a codec of the same name here. A codec has six operations:
 #
 #   masters  segments -> fp32 values                     before an update, for exports
 #   store    fp32 values -> segments                     after an update
 #   put      values of any dtype -> segments             first values, loaded values
+#   rounded  values -> weight on the device              loaded values of a chunk whose other shards lie on other ranks
 #   adopt    the program has changed weights in place    the rest of the master follows
 #   decode   segments -> weight on the device            each copy to the device, of a coded storage only
 #
@@ -50,6 +51,11 @@ class Shard(dict):
         """fp32 [numel]: the values. It may be a segment itself. threads: of the host; 0 is one for each CPU."""
         return self.codec.masters(self, threads)
 
+    def in_dtype(self, dtype: torch.dtype) -> torch.Tensor:
+        """[numel]: the weights as they are if they have this dtype, otherwise rounded from the masters."""
+        weights = self.codec.weights(self)
+        return weights if weights.dtype is dtype else self.masters().to(dtype)
+
     def put(self, values: torch.Tensor) -> None:
         """Values in any dtype, on any device, become the weights and their masters."""
         self.codec.put(self, values)
@@ -78,6 +84,10 @@ class Codec:
         """The weights as the device has them, in its dtype."""
         return shard["weight"]
 
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as the device has them after `put`, or values that a copy to the device's dtype rounds so."""
+        return values
+
     def decode(self, shard: Shard, out: torch.Tensor) -> None:
         """Weight segments -> weights on the device, 1-D in its dtype. Both are on one device."""
         out.copy_(self.weights(shard))
@@ -103,6 +113,9 @@ class SplitCodec(Codec):
         if out is not there:
             for tensor, new in zip(there, out):
                 tensor.copy_(new)
+
+    def rounded(self, values):
+        return split_master(values.float().contiguous())[0]
 
     def adopt(self, shard, new, changed):
         super().adopt(shard, new, changed)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
-from infinity.plan.packing import BLOCK_NUMEL, Layout
+from infinity.plan.packing import Layout
+from infinity.plan.partition import Partition
 from infinity.plan.placement import Placement
 from infinity.plan.record import KINDS, STATES, WEIGHTS
 from infinity.plan.tiers import in_storage
@@ -37,8 +38,8 @@ class Way:
 
 
 def chunk_numels(num_parameters: int, *, world: int) -> list[int]:
-    """Chunk sizes to choose from, ascending: multiples of world * BLOCK_NUMEL, in factors of about the square root of 2."""
-    unit = world * BLOCK_NUMEL
+    """Chunk sizes to choose from, ascending: multiples of the unit of the partition, in factors of about the square root of 2."""
+    unit = Partition(world).unit_numel
     least = max(MIN_CHUNK_NUMEL, num_parameters // MAX_NUM_CHUNKS)
     most = max(least, min(MAX_CHUNK_NUMEL * world, num_parameters))
     steps = math.ceil(2 * math.log2(most / least))

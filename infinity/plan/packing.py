@@ -36,9 +36,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from infinity.formats.format import Format
+from infinity.plan.partition import BLOCK_NUMEL, Partition
 from infinity.sizes import round_up
 
-BLOCK_NUMEL = 1024
 ALIGNMENT_NBYTES = 128
 DEFAULT_CHUNK_MIB = 8
 TAIL_FRACTION = 8  # a span's tail, and each parameter in it, is at most this part of a chunk
@@ -85,7 +85,7 @@ class Piece:
 @dataclass(frozen=True, repr=False)
 class Chunk(Formatted):
     """The unit of every tier. `offset` is in its span; `used` ends with its last parameter; numel is a multiple of
-    world * BLOCK_NUMEL."""
+    `partition.unit_numel`."""
 
     index: int
     span: int
@@ -94,25 +94,26 @@ class Chunk(Formatted):
     used: int
     pieces: tuple[Piece, ...]
     format: Format
-    world: int
+    partition: Partition
 
     @property
     def shard_numel(self) -> int:
-        return self.numel // self.world
+        return self.partition.shard_numel(self.numel)
 
     def shard_used(self, rank: int) -> int:
-        """How many elements of the rank's shard lie before `used`."""
-        return min(max(self.used - rank * self.shard_numel, 0), self.shard_numel)
+        """Elements of the rank's shard before `used`. Rank 0 has the most."""
+        stored = self.partition.shard(rank, self.numel, self.used)
+        return stored.stop - stored.start
 
     def shard_in_span(self, rank: int) -> slice:
-        """Where the used part of the rank's shard lies in its span."""
-        begin = self.offset + rank * self.shard_numel
-        return slice(begin, begin + self.shard_used(rank))
+        """The elements of the span that are the used part of the rank's shard."""
+        stored = self.partition.shard(rank, self.numel, self.used)
+        return slice(self.offset + stored.start, self.offset + stored.stop)
 
     def shard_pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What the rank's shard holds, cut at its borders; `start` is relative to the shard."""
-        begin = rank * self.shard_numel
-        return tuple(_cut(self.pieces, begin, begin + self.shard_numel))
+        """The pieces in the rank's shard, cut at its borders; `start` is relative to the shard."""
+        stored = self.partition.shard(rank, self.numel, self.used)
+        return tuple(_cut(self.pieces, stored.start, stored.stop))
 
     def __repr__(self):
         params = sorted({piece.param for piece in self.pieces})
@@ -151,7 +152,7 @@ class Layout:
     spans: tuple[Span, ...]
     homes: tuple[Home, ...]
     chunk_numel: int
-    world: int
+    partition: Partition
 
     @functools.cached_property
     def num_parameters(self) -> int:
@@ -179,6 +180,11 @@ class Layout:
         return any(span.format.is_coded for span in self.spans)
 
     @functools.cached_property
+    def rounds_moments(self) -> bool:
+        """Whether some moments are stored with stochastic rounding."""
+        return any(span.format.rounds_moments for span in self.spans)
+
+    @functools.cached_property
     def num_allocated(self) -> int:
         """Elements of all chunks, with padding."""
         return sum(chunk.numel for chunk in self.chunks)
@@ -196,7 +202,7 @@ class Layout:
     def __repr__(self):
         return (
             f"Layout({len(self.specs)} parameters, {self.num_parameters} elements, "
-            f"{len(self.chunks)} chunks in {len(self.spans)} spans, world {self.world})"
+            f"{len(self.chunks)} chunks in {len(self.spans)} spans, {self.partition})"
         )
 
 
@@ -210,7 +216,7 @@ def _most_first(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def default_chunk_numel(chunk_mib: float | None, world: int) -> int:
     """Elements of a chunk of `chunk_mib` MiB of 16-bit weights, rounded down to what can be sliced, at least that."""
-    unit = world * BLOCK_NUMEL
+    unit = Partition(world).unit_numel
     numel = int((DEFAULT_CHUNK_MIB if chunk_mib is None else chunk_mib) * 2**20 / 2)
     return max(numel // unit, 1) * unit
 
@@ -221,9 +227,9 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
     chunk_numel must be a multiple of world * BLOCK_NUMEL, and no parameter empty; else ValueError.
     """
     specs = tuple(specs)
-    unit = world * BLOCK_NUMEL
-    if chunk_numel <= 0 or chunk_numel % unit:
-        raise ValueError(f"chunk_numel={chunk_numel}: expected a positive multiple of {unit} ({world} ranks)")
+    partition = Partition(world)
+    if chunk_numel <= 0 or chunk_numel % partition.unit_numel:
+        raise ValueError(f"chunk_numel={chunk_numel}: expected a positive multiple of {partition.unit_numel} ({world} ranks)")
     empty = [spec.name for spec in specs if spec.numel < 1]
     if empty:
         raise ValueError(f"parameters without elements cannot be packed: {', '.join(empty)}")
@@ -238,7 +244,7 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
     homes = [None] * len(specs)
     for run in runs:
         first = specs[run.params[0]]
-        sizes = _chunk_sizes(run.used, chunk_numel, unit)
+        sizes = _chunk_sizes(run.used, chunk_numel, partition)
         indices = tuple(range(len(chunks), len(chunks) + len(sizes)))
         span = Span(len(spans), indices, sum(sizes), first.format, tuple(run.params))
         whole = [Piece(param, offset, 0, specs[param].numel) for param, offset in zip(run.params, run.offsets)]
@@ -246,12 +252,12 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
         for index, size in zip(indices, sizes):
             pieces = tuple(_cut(whole, begin, begin + size))
             used = pieces[-1].start + pieces[-1].numel
-            chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.format, world))
+            chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.format, partition))
             begin += size
         for param, offset in zip(run.params, run.offsets):
             homes[param] = Home(span.index, offset)
         spans.append(span)
-    return Layout(specs, tuple(chunks), tuple(spans), tuple(homes), chunk_numel, world)
+    return Layout(specs, tuple(chunks), tuple(spans), tuple(homes), chunk_numel, partition)
 
 
 class _Run:
@@ -336,11 +342,11 @@ def _place(used, spec):
     return aligned if aligned + spec.numel <= border else border
 
 
-def _chunk_sizes(used, chunk_numel, unit):
+def _chunk_sizes(used, chunk_numel, partition):
     """Cut `used` elements into the fewest equal chunks; the last one is trimmed."""
     num = math.ceil(used / chunk_numel)
-    size = round_up(math.ceil(used / num), unit)
-    return [size] * (num - 1) + [round_up(used - (num - 1) * size, unit)]
+    size = partition.padded(math.ceil(used / num))
+    return [size] * (num - 1) + [partition.padded(used - (num - 1) * size)]
 
 
 def _cut(pieces, begin, end):

@@ -53,7 +53,7 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
     for chunk, record in zip(layout.chunks, records):
         whole, shard = (numel * chunk.format.itemsize for numel in (chunk.numel, record.numel))  # of weights, and of gradients
         homes = {kind: placement.homes[kind][chunk.index] for kind in KINDS}
-        if layout.world > 1:
+        if layout.partition.is_shared:
             found["all_gather"] += gathers[chunk.span] * whole
             found["reduce_scatter"] += step.num_passes * whole if chunk.trainable else 0
         if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):

@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import ctypes
 import datetime
 import functools
 import itertools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -37,9 +35,8 @@ import torch.distributed as dist
 
 from infinity.errors import CheckpointError, PeerError, UsageError
 from infinity.system import failure_watch as watch
-from infinity.system import interrupts
+from infinity.system.collectives import Collectives
 from infinity.system.failure_watch import PROGRAM, REMEDY, Place, Watch
-from infinity.system.waits import waits
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -66,12 +63,12 @@ class Ranks:
         self.rank, self.world = 0, 1
         self.data = self.control = self.order = None
         self.name = "this process"
-        self.has_left_behind = False  # whether an abandoned collective may still write to its tensors
         self._num_users = 0
         self._store = None
         self._posted: dict[str, bytes] = {}  # used without other ranks
         self._place = Place(_programs_collective)
         self._watch: Watch | None = None  # used with other ranks
+        self._collectives = Collectives(self.name, self._place, None)
         grouped = dist.is_available() and dist.is_initialized()
         if not grouped and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -86,6 +83,7 @@ class Ranks:
             launchers = dist.distributed_c10d._get_default_store()
             self._store = dist.PrefixStore(f"infinity-{next(_numbers)}", launchers)
             self._watch = Watch(self._store, _keeper_of(launchers), self.rank, self.world, self.name, self._place, self._abort)
+            self._collectives = Collectives(self.name, self._place, self._watch)
             with self.at("the making of the engine"):
                 self._watch.meet(launchers, CONTROL_TIMEOUT_S)
                 timeout = datetime.timedelta(seconds=CONTROL_TIMEOUT_S)
@@ -95,6 +93,21 @@ class Ranks:
             self._watch.start()
 
     @property
+    def are_several(self) -> bool:
+        """Whether this process has peers. Without peers nothing communicates."""
+        return self.world > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which reports, and whose values count where ranks may differ."""
+        return self.rank == 0
+
+    @property
+    def label(self) -> str:
+        """The beginning of a message: "rank 0 of 2, ", or nothing without peers."""
+        return f"{self.name}, " if self.are_several else ""
+
+    @property
     def num_local(self) -> int:
         """Number of ranks on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
@@ -102,7 +115,12 @@ class Ranks:
     @property
     def failure(self) -> BaseException | None:
         """The failure of this rank, or a PeerError."""
-        return self._watch.failure.error if self._watch is not None else None
+        return self._collectives.failure
+
+    @property
+    def has_left_behind(self) -> bool:
+        """Whether an abandoned collective may still write to its tensors."""
+        return self._collectives.has_left_behind
 
     @contextlib.contextmanager
     def at(self, stage: str):
@@ -146,21 +164,21 @@ class Ranks:
 
     def _move(self, begin: Callable, flat: torch.Tensor, what: str) -> None:
         if flat.is_cuda:  # nccl's collectives follow the stream's order, and can be aborted
-            self._run(begin, what, "lane")
+            self._collectives.run(begin, what, "lane")
         else:
-            self._run(lambda: begin(async_op=True), what, "lane")
+            self._collectives.run(lambda: begin(async_op=True), what, "lane")
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a small host tensor over the ranks, in place."""
-        if self.world > 1:
-            self._run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
+        if self.are_several:
+            self._collectives.run(lambda: dist.all_reduce(tensor, group=self.control, async_op=True), f"a sum of {tensor.numel()} numbers")
         return tensor
 
     def most(self, numbers: list, group=None, what: str = "") -> list:
         """The maximum over all ranks of each number; numbers may be nested lists. See [Note: what ranks agree on]. what: for errors; group:
         `control` if None. Raises UsageError on every rank if a rank passes another count of numbers.
         """
-        if self.world == 1:
+        if not self.are_several:
             return numbers
         mine = np.array(numbers) + 0  # int64 or float64, whatever PyTorch's defaults
         count, what = mine.size, what or f"a maximum of {mine.size} numbers"
@@ -169,7 +187,7 @@ class Ranks:
         for part in (framed[:FRAME_NUMEL], framed[FRAME_NUMEL:]):
             if part.numel():
                 begin = functools.partial(dist.all_reduce, part, dist.ReduceOp.MAX, group or self.control, async_op=True)
-                self._run(begin, what, "control" if group is None else "lane")
+                self._collectives.run(begin, what, "control" if group is None else "lane")
             if framed[:2].tolist() != [count, -count]:
                 where = f"this rank waits for all in {what}, and another rank in a different exchange"
                 raise UsageError(f"{self.name}: the ranks have parted: {where}. {REMEDY}")
@@ -181,22 +199,22 @@ class Ranks:
 
     def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Copy the source's host tensor to every rank, in place."""
-        if self.world > 1:
+        if self.are_several:
             begin = lambda: dist.broadcast(tensor, src=source, group=self.control, async_op=True)
-            self._run(begin, f"a broadcast of {tensor.numel()} numbers")
+            self._collectives.run(begin, f"a broadcast of {tensor.numel()} numbers")
         return tensor
 
     def all_gather_slices(self, piece: torch.Tensor) -> torch.Tensor:
         """Concatenate equal 1-D host tensors of all ranks."""
-        if self.world == 1:
+        if not self.are_several:
             return piece
         whole = torch.empty(self.world * piece.numel(), dtype=piece.dtype, device="cpu")
-        self._run(lambda: _all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
+        self._collectives.run(lambda: _all_gather(whole, piece, group=self.control, async_op=True), f"a gather of {whole.numel()} numbers")
         return whole
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """The bytes of every rank, in order of rank."""
-        if self.world == 1:
+        if not self.are_several:
             return [mine]
         sizes = self.all_gather_slices(torch.tensor([len(mine)], device="cpu")).tolist()
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device="cpu")
@@ -233,7 +251,7 @@ class Ranks:
 
     def look(self, key: str, rank: int = 0) -> bytes | None:
         """The value that a rank has posted, or None. Raises the failure of another rank, or PeerError if `rank` is silent."""
-        self._check()
+        self._collectives.check()
         if self._store is None:
             return self._posted.get(key)
         if self._store.check([key]):
@@ -250,7 +268,7 @@ class Ranks:
 
     def agree(self, *values: int, group=None, what: str = "an agreement between the training threads") -> bool:
         """Whether every rank passed the same integers. what: for errors."""
-        if self.world == 1:
+        if not self.are_several:
             return True
         numbers = [*values, *(-value for value in values)]
         return self.most(numbers, group, what) == numbers
@@ -260,55 +278,9 @@ class Ranks:
         if not self.agree(*values, group=self.order, what=f"the exchange about {what}"):
             raise UsageError(f"{self.name}: the ranks disagree about {what} (here: {values}). {REMEDY}")
 
-    def _run(self, begin: Callable[[], dist.Work | None], what: str, where: str = "control") -> None:
-        """Run a collective until it is done or a rank has failed. If the collective fails, the error is that of the failed rank.
-
-        A rank that failed has left out a collective. The next one would meet a different collective of the others.
-        """
-        self._check()
-        if where == "control" and threading.current_thread().name != interrupts.SHIELD:
-            self._place.training = threading.get_ident()
-        with self._place.inside(where, what), waits(lambda: f"{self._watch.late()} in {what}"):
-            try:
-                work, is_over = begin(), False
-                while work is not None and not is_over:
-                    is_over = self._waited(work)
-            except RuntimeError as error:
-                if self.failure is not None and (type(error), error.args) == (type(self.failure), self.failure.args):
-                    raise
-                reason = self._explain(what, error)
-                raise reason from (error if self.failure is None else None)
-
-    def _waited(self, work: dist.Work) -> bool:
-        """Whether the collective is over, after at most WATCH_S."""
-        try:
-            work.wait(datetime.timedelta(seconds=watch.WATCH_S))
-        except RuntimeError:
-            if not work.is_completed():
-                if self.failure is not None:
-                    self.has_left_behind = True
-                    raise _copy(self.failure) from None
-                return False
-            work.wait()  # the work ended meanwhile, or wait() raises the error
-        return True
-
-    def _explain(self, what: str, error: RuntimeError) -> BaseException:
-        """The reason of a failed collective."""
-        if (reason := self._watch.reason_of(what)) is not None:
-            return _copy(reason)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return PeerError(
-            f"{self.name}: {what} failed: another rank has failed, or runs other modules or in another order. See the first error of the "
-            f"other ranks ({reason})"
-        )
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise _copy(self.failure)
-
     def barrier(self) -> None:
-        if self.world > 1:
-            self._run(lambda: dist.barrier(group=self.control, async_op=True), "a barrier")
+        if self.are_several:
+            self._collectives.run(lambda: dist.barrier(group=self.control, async_op=True), "a barrier")
 
     @contextlib.contextmanager
     def joined(self):
@@ -360,14 +332,6 @@ def _keeper_of(store) -> int | None:
 
 def _negated(numbers: list) -> list:
     return (-(np.array(numbers) + 0)).tolist()  # + 0: for booleans, too
-
-
-def _copy(error: BaseException) -> BaseException:
-    """A copy for each thread, so that tracebacks stay separate."""
-    try:
-        return copy.copy(error)
-    except Exception:  # an exception class of the program with an unusual constructor
-        return error
 
 
 def end_process(error: BaseException | None) -> bool:

@@ -1,4 +1,4 @@
-"""Where each copy of a chunk is, on the device, in host memory or on NVMe, and its moves from one to another.
+"""The tiers: copies of chunks on the device, in host memory and on NVMe, and the moves between them.
 
-Knows chunks, records and lanes; moves what it is told to move. Must not know modules, autograd or when a step begins.
+Knows chunks, records and lanes. Callers decide which chunk moves. Must not know modules, autograd or when a step begins.
 """

@@ -1,38 +1,39 @@
-/* _huffman: floating-point numbers in fewer bytes, without loss.
+/* _huffman: compresses floating-point numbers without loss.
  *
- * Knows bytes. Knows no record, tier or file. The GIL is dropped while a function works; any number of threads may call.
- * One file, though long: coding and decoding share the format, and change together.
+ * Knows bytes. Must not know records, tiers or files. Functions drop the GIL while they compute. Any number of threads may call.
+ * The file is long because encoder and decoder share the format, and change together.
  *
  *   encode(source, itemsize, target) -> int
- *       Code source, n bytes, a multiple of 4096, of items of 2 (bf16, fp16) or 4 bytes (fp32), into target, at least n bytes.
- *       Returns how many bytes of it count, a multiple of 4096 below n; 0 if all bytes of source are zero, n if they do not get
- *       fewer. What target holds then is of no use.
+ *       Code source into target. source: n bytes, a multiple of 4096, of items of 2 (bf16, fp16) or 4 bytes (fp32). target: at least n
+ *       bytes. Returns the number of coded bytes, a multiple of 4096 below n. Returns 0 if all bytes of source are zero, and n if coding
+ *       saves no page. In these two cases, target has no defined content.
  *   decode_last(parts)
- *       parts: a list of (buffer, itemsize, nbytes). The last one's last nbytes, coded, become all of buffer, in place, and it leaves
- *       the list, both or neither: an interrupt cannot come between. Of 0 bytes come zeros; with itemsize 0 it only leaves. Raises
- *       ValueError, with the list as it was, for what encode did not make.
+ *       parts: a list of (buffer, itemsize, nbytes). Decode the last nbytes of the last part's buffer in place, into the whole buffer, and
+ *       remove the part from the list. No interrupt can come between. For nbytes 0, fill the buffer with zeros. For itemsize 0, only remove
+ *       the part. For bytes that encode has not made, raises ValueError, and the list stays unchanged.
  *
- * [Note: what is coded]
- * Of a float's bits the exponent alone is predictable: weights, momenta and variances of a layer have some ten exponents, and
- * 2.5 to 3.6 of their 8 bits would say which. So bits 14..7 of a half and 30..23 of a float are a symbol with a Huffman code
- * (Huffman 1952) of at most 11 bits, and the others are stored. (Of fp16 that is its exponent and three more bits.)
+ * [Note: coded bits]
+ * Only the exponent of a float is predictable: the weights, momenta and variances of a layer have about ten different exponents. The
+ * entropy of the 8 exponent bits is 2.5 to 3.6 bits. So bits 14..7 of a 2-byte float, and bits 30..23 of a 4-byte float, are a symbol.
+ * Symbols get a Huffman code (Huffman 1952) of at most 11 bits. The other bits are stored as they are. (For fp16, a symbol is the exponent
+ * and three bits of the mantissa.)
  *
- *   coded    256 code lengths of 4 bits, a byte that says whether signs are stored, then tiles, then zeros up to a multiple of 4096
- *   tile     8,192 items, the last one fewer: sizes of its streams (4 uint16); of fp32 the lower halves; sign and mantissa
- *            of the upper halves, a byte each, or 7 bits where no item has a sign, as in a variance; four streams of codes, each of a
- *            quarter of the items
+ *     coded    256 code lengths of 4 bits, a byte that says whether signs are stored, tiles, zeros up to a multiple of 4096
+ *     tile     8,192 items, fewer in the last tile: sizes of the streams (4 uint16); lower halves of fp32; sign and mantissa of the
+ *              upper halves, a byte each, or 7 bits if no item has a sign, as in a variance; four streams of codes, each of a
+ *              quarter of the items
  *
- * Codes are canonical, shorter ones first, then by symbol; their bits reversed, so that a stream is read from its lowest bit.
+ * Codes are canonical: shorter codes first, then by symbol. The bits of a code are reversed, because a stream is read from the lowest bit.
  *
- * [Note: one look at memory]
- * What costs most is to read items and to write them. So the code of a large section is made by a sample of its items, and has symbols
- * a little beyond the sample's; where another comes up, or a tile does not fit, all items are counted and it begins anew. While a tile
- * is coded or decoded, the next one is fetched. Two symbols are coded by one look at a table, up to four decoded.
+ * [Note: one pass over memory]
+ * The largest cost is to read and to write the items. So the code of a large section comes from a sample of the items, and also covers
+ * symbols near those of the sample. If an item has another symbol, or a tile does not fit, the encoder counts all items and begins again.
+ * While a tile is coded or decoded, the next tile is prefetched. One table lookup codes two symbols, or decodes up to four.
  *
  * [Note: in place]
- * No coded tile is larger than the tile; what would have one is not coded. So what is left to read lies behind the tile that is
- * written, but for the zeros at the end, which shift it forward by less than a tile: a tile and the one behind it are copied to the
- * stack before it is written.
+ * No coded tile is larger than the tile: encode does not code a section with such a tile. So the unread bytes lie behind the tile that is
+ * written. Only the zeros at the end of the section move these bytes towards the start, by less than a tile. Before a tile is written, its
+ * coded bytes and those of the next tile are therefore copied to the stack.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -50,14 +51,14 @@
 #define TILE 8192
 #define NUM_STREAMS 4
 #define STREAM (TILE / NUM_STREAMS)
-#define STREAM_NBYTES (STREAM * MAX_BITS / 8 + 8)   /* at most, and what a store or load of 8 bytes may reach beyond */
+#define STREAM_NBYTES (STREAM * MAX_BITS / 8 + 8)   /* the largest size, and 8 bytes for an access beyond the end */
 #define PAIR_SHIFT 24
-#define NUM_LOOKS 5   /* into one load of 8 bytes, which has 57 bits at least */
+#define NUM_LOOKS 5   /* table lookups for one load of 8 bytes, which has at least 57 useful bits */
 #define MOST_FOUND (4 * NUM_LOOKS)   /* symbols */
-#define SAMPLE 64   /* items of each SAMPLED are counted where there are MANY */
+#define SAMPLE 64   /* of each SAMPLED items, this many are counted in sections of at least MANY items */
 #define SAMPLED 1024
 #define MANY (1 << 16)
-#define BEYOND 16   /* symbols below and above those of a sample that have codes as well */
+#define BEYOND 16   /* symbols below, and symbols above those of a sample, that also have codes */
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "streams are of little-endian words");
 _Static_assert(NUM_LOOKS * MAX_BITS <= 57 && 2 * MAX_BITS <= PAIR_SHIFT, "a look, and a pair, has its bits");
@@ -67,8 +68,8 @@ typedef struct { uint16_t bits[NUM_SYMBOLS]; uint8_t length[NUM_SYMBOLS]; } Code
 
 /* ---- the code of a section ---- */
 
-/* Lengths of a Huffman code of at most MAX_BITS, which takes all of TABLE, for one symbol or more: by two queues over the sorted counts,
- * then longer ones are cut and shorter ones grow until the code is one again. */
+/* Lengths of a Huffman code for one or more symbols. No length exceeds MAX_BITS, and the code fills TABLE. Two queues over the sorted counts
+ * give the optimal lengths. Then lengths above MAX_BITS are cut, and other lengths change until the code fills TABLE exactly. */
 static void lengths_of(const uint32_t *counts, uint8_t *lengths)
 {
     uint16_t order[NUM_SYMBOLS] = {0};
@@ -85,7 +86,7 @@ static void lengths_of(const uint32_t *counts, uint8_t *lengths)
             order[at] = order[at - 1];
         order[at] = (uint16_t)s;
     }
-    if (n < 2) {   /* a code of two, of which one is never used */
+    if (n < 2) {   /* a code of two symbols, one of which is never used */
         lengths[order[0]] = lengths[order[0] ^ 1] = 1;
         return;
     }
@@ -104,17 +105,17 @@ static void lengths_of(const uint32_t *counts, uint8_t *lengths)
     depth[next - 1] = 0;
     for (int i = next - 2; i >= 0; i--)
         depth[i] = depth[parent[i]] + 1;
-    uint32_t taken = 0;   /* of TABLE places */
+    uint32_t taken = 0;   /* places of TABLE */
     for (int i = 0; i < n; i++) {
         depth[i] = depth[i] > MAX_BITS ? MAX_BITS : depth[i];
         taken += TABLE >> depth[i];
     }
-    for (int i = 0; taken > TABLE; i = i + 1 < n ? i + 1 : 0)   /* the rarest first */
+    for (int i = 0; taken > TABLE; i = i + 1 < n ? i + 1 : 0)   /* longer codes, for the rarest symbols first */
         if (depth[i] < MAX_BITS) {
             taken -= TABLE >> (depth[i] + 1);
             depth[i]++;
         }
-    for (int i = n - 1; i >= 0; i--)   /* what cutting left free, to the commonest */
+    for (int i = n - 1; i >= 0; i--)   /* shorter codes in the free places, for the commonest symbols first */
         while (taken + (TABLE >> depth[i]) <= TABLE && depth[i] > 1) {
             taken += TABLE >> depth[i];
             depth[i]--;
@@ -131,7 +132,7 @@ static uint16_t reversed(uint32_t bits, int length)
     return (uint16_t)r;
 }
 
-/* The canonical code of some lengths. Returns how many places it takes: TABLE, or it is none of `lengths_of`. */
+/* The canonical code of these lengths. Returns the number of places of the code. For lengths that `lengths_of` made, this is TABLE. */
 static uint32_t assign(const uint8_t *lengths, Code *code)
 {
     uint32_t place = 0;
@@ -148,7 +149,7 @@ static uint32_t assign(const uint8_t *lengths, Code *code)
     return place;
 }
 
-/* By two symbols, the second above the first: the bits of both and, from PAIR_SHIFT on, how many. Only for those that have codes. */
+/* Codes of pairs of symbols, by second << 8 | first: both codes, and from PAIR_SHIFT on the number of bits. Only for symbols with codes. */
 static void pairs_of(const Code *code, uint32_t *pairs)
 {
     int coded[NUM_SYMBOLS], n = 0;
@@ -163,7 +164,7 @@ static void pairs_of(const Code *code, uint32_t *pairs)
         }
 }
 
-/* What the next MAX_BITS of a stream begin with: as many symbols as end in them, 4 at most. Of 8 bytes, since `find` loads it at once. */
+/* The symbols, at most 4, whose codes end within the next MAX_BITS of a stream. `find` loads the 8 bytes at once. */
 typedef struct { uint8_t symbols[4], count, num_bits, first_num_bits, unused; } Found;
 _Static_assert(sizeof(Found) == 8 && offsetof(Found, count) == 4 && offsetof(Found, num_bits) == 5, "as `find` takes it apart");
 
@@ -191,14 +192,14 @@ static void table_of(const Code *code, Found *table)
 INLINE uint64_t load64(const uint8_t *at) { uint64_t x; memcpy(&x, at, 8); return x; }
 INLINE void store64(uint8_t *at, uint64_t x) { memcpy(at, &x, 8); }
 
-/* Into the cache, whatever is there: beyond the end of a section, too. */
+/* Prefetches a cache line. The address may lie beyond the end of a section. */
 INLINE void fetch(const uint8_t *from, size_t offset) { __builtin_prefetch((const void *)((uintptr_t)from + offset), 0, 2); }
 
 INLINE uint8_t symbol_of(uint16_t high) { return (uint8_t)(high >> 7); }
 INLINE uint8_t rest_of(uint16_t high) { return (uint8_t)((high >> 8 & 0x80) | (high & 0x7F)); }
 INLINE uint16_t high_of(uint8_t symbol, uint8_t rest) { return (uint16_t)((rest & 0x80) << 8 | symbol << 7 | (rest & 0x7F)); }
 
-/* Eight bytes below 128 as 56 bits, and back. */
+/* Packs eight bytes below 128 into 56 bits; `widen` unpacks them. */
 INLINE uint64_t squeeze(uint64_t x)
 {
     x = (x & 0x007F007F007F007Full) | (x & 0x7F007F007F007F00ull) >> 1;
@@ -213,25 +214,26 @@ INLINE uint64_t widen(uint64_t x)
     return (x & 0x007F007F007F007Full) | (x & 0x3F803F803F803F80ull) << 1;
 }
 
-/* What sign and mantissa take of a tile. */
+/* Bytes of the signs and mantissas in a coded tile. */
 INLINE size_t rest_nbytes(size_t numel, int is_signed) { return is_signed ? numel : numel / 8 * 7; }
 
-/* What some items have: a sign, the largest symbol, and the least one, less 1, so that 0, which every range has, is 255 there. */
+/* The range of some items. sign: whether an item has a sign. most: the largest symbol. least: the smallest symbol minus 1, modulo 256. Each
+ * range contains symbol 0, which becomes 255 and does not lower the minimum. */
 typedef struct { uint8_t sign, most, least; } Range;
 
-/* Where the sample of some `every` items begins: elsewhere in each, since rows of a matrix are often as long. */
+/* The first item of sample `number`. The position within `every` items varies, because rows of a matrix often have this length. */
 INLINE size_t sample_of(size_t number, size_t every)
 {
     return number * every + (uint32_t)(number * 2654435761u) / 4096 % (every / SAMPLE) * SAMPLE;
 }
 
-/* Counts SAMPLE items of each `every`. Returns whether a bit of them is set. */
+/* Counts the symbols of SAMPLE items in each `every` items. Returns whether a counted item has a bit that is set. */
 INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every, uint32_t *counts, Range *range)
 {
-    uint32_t several[4][NUM_SYMBOLS] = {{0}}, seen = 0;   /* neighbours often have the same symbol */
+    uint32_t several[4][NUM_SYMBOLS] = {{0}}, seen = 0;   /* four tables: neighbours often have the same symbol */
     for (size_t number = 0; number < numel / every; number++) {
         size_t begin = sample_of(number, every), ahead = sample_of(number + 16, every);
-        for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* which is long enough before it is counted */
+        for (int i = 0; i < SAMPLE * itemsize; i += LINE)   /* 16 samples before they are counted */
             fetch(source, ahead * itemsize + i);
         for (size_t i = begin; i < begin + SAMPLE; i += 4)
             for (int k = 0; k < 4; k++) {
@@ -252,7 +254,7 @@ INLINE int count(const uint8_t *source, int itemsize, size_t numel, size_t every
     return seen != 0;
 }
 
-/* Parts of items: the lower halves of fp32, symbols, the rest. Loops as long as vectors, which compilers make of them. */
+/* Splits items into lower halves of fp32, symbols and the rest. The loops have the length of vectors, so that compilers vectorise them. */
 INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, uint8_t *restrict low, uint8_t *restrict symbols,
                    uint8_t *restrict rest)
 {
@@ -286,7 +288,7 @@ INLINE Range split(const uint8_t *restrict source, int itemsize, size_t numel, u
     return (Range){sign >> 7, most, least};
 }
 
-/* Writes a coded tile; returns its size, or 0 if that is more than the tile's or than room, or an item is not in the range. */
+/* Writes a coded tile. Returns the coded size, or 0 if this size exceeds the tile's or `room`, or if an item is not in the range. */
 INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, const uint32_t *pairs, Range range, uint8_t *target,
                           size_t room)
 {
@@ -305,7 +307,7 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     if (!range.sign) {
         for (size_t i = 0; i < numel; i += 8)
             store64(wide + i, squeeze(load64(wide + i)));
-        for (size_t i = 0; i < numel; i += 8)   /* a byte beyond each is written again, by the next or by the streams */
+        for (size_t i = 0; i < numel; i += 8)   /* the eighth byte is overwritten by the next 7 bytes, or by the streams */
             memcpy(packed + i / 8 * 7, wide + i, 8);
     }
     for (int s = 0; s < NUM_STREAMS; s++)
@@ -313,7 +315,7 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     for (size_t i = 0; i < quarter; i += 4) {
         fetch(source, (numel + i * NUM_STREAMS) * itemsize);   /* the next tile */
         for (int s = 0; s < NUM_STREAMS; s++) {
-            for (int k = 0; k < 4; k += 2) {   /* 7 bits wait at most, and 44 come */
+            for (int k = 0; k < 4; k += 2) {   /* at most 7 bits wait, and 44 bits come */
                 uint16_t pair;
                 memcpy(&pair, symbols + s * quarter + i + k, 2);
                 uint32_t code = pairs[pair];
@@ -340,7 +342,7 @@ INLINE size_t encode_tile(const uint8_t *source, int itemsize, size_t numel, con
     return nbytes <= numel * itemsize ? nbytes : 0;
 }
 
-/* Decodes what NUM_LOOKS at the table find, to where MOST_FOUND symbols have room; returns where they end. */
+/* Decodes the symbols of NUM_LOOKS table lookups to `to`, which has room for MOST_FOUND symbols. Returns the end of the symbols. */
 INLINE uint8_t *find(const uint8_t *from, size_t *place, const Found *table, uint8_t *to)
 {
     uint64_t bits = load64(from + (*place >> 3)) >> (*place & 7);
@@ -356,8 +358,8 @@ INLINE uint8_t *find(const uint8_t *from, size_t *place, const Found *table, uin
     return to;
 }
 
-/* coded has STREAM_NBYTES behind it that may be read; next: where the next coded tile is. Returns whether each stream was read to
- * its end and no further. */
+/* Decodes a tile. coded: STREAM_NBYTES behind the tile may be read. next: the next coded tile, for prefetch. Returns whether the symbols
+ * end exactly at the end of each stream. */
 INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const Found *table, int is_signed, uint8_t *target,
                        const uint8_t *next)
 {
@@ -365,7 +367,7 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
     uint16_t sizes[NUM_STREAMS];
     const uint8_t *from[NUM_STREAMS];
     size_t place[NUM_STREAMS] = {0}, quarter = numel / NUM_STREAMS;   /* in bits */
-    size_t ahead = 0;   /* of next */
+    size_t ahead = 0;   /* prefetch offset in next */
     const uint8_t *low = coded + sizeof sizes, *packed = low + numel * (itemsize - 2), *rest = packed;
     memcpy(sizes, coded, sizeof sizes);
     if (!is_signed) {
@@ -415,7 +417,7 @@ INLINE int decode_tile(const uint8_t *coded, int itemsize, size_t numel, const F
 
 /* ---- sections ---- */
 
-/* As `encode`, with a code by SAMPLE items of each `every`; also n if others are not like them. */
+/* As `encode`, with a code from SAMPLE items of each `every` items. Also returns n if other items do not fit this code. */
 INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint8_t *target, size_t every)
 {
     uint32_t counts[NUM_SYMBOLS], pairs[NUM_SYMBOLS * NUM_SYMBOLS];
@@ -432,7 +434,7 @@ INLINE size_t encode_by(const uint8_t *source, size_t nbytes, int itemsize, uint
         range.least = range.least > BEYOND ? range.least - BEYOND : 0;
         range.most = range.most < NUM_SYMBOLS - BEYOND ? range.most + BEYOND : NUM_SYMBOLS - 1;
     }
-    for (int s = 0; s < NUM_SYMBOLS; s++)   /* all that a tile may have has a code */
+    for (int s = 0; s < NUM_SYMBOLS; s++)   /* every symbol in the range has a code */
         counts[s] += s == 0 || (s > range.least && s <= range.most);
     lengths_of(counts, lengths);
     assign(lengths, &code);
@@ -458,7 +460,7 @@ INLINE size_t encode(const uint8_t *source, size_t nbytes, int itemsize, uint8_t
     return size < nbytes ? size : encode_by(source, nbytes, itemsize, target, SAMPLE);
 }
 
-/* Copies the coded tile of numel items that begins at from, before end; returns its size, or 0 if there is none. */
+/* Copies the coded tile of numel items at `from` to `tile`. Returns the coded size, or 0 if no valid tile lies before `end`. */
 INLINE size_t take(const uint8_t *from, const uint8_t *end, int itemsize, size_t numel, int is_signed, uint8_t *tile)
 {
     uint16_t sizes[NUM_STREAMS];
@@ -512,7 +514,7 @@ INLINE int decode(uint8_t *buffer, size_t nbytes, int itemsize, size_t coded_nby
     return end - coded < PAGE;
 }
 
-/* With the shifts of BMI2 and vectors of AVX2 where the CPU has them. */
+/* The wide variants use shifts of BMI2 and vectors of AVX2, if the CPU has both. */
 #if defined(__x86_64__)
 #define WIDE __attribute__((target("avx2,bmi2")))
 #else

@@ -51,13 +51,13 @@ class ActivationStore:
         self.heap = Heap(arena, budget_nbytes)
         self.extents = ExtentPool(swap)
         self.writer = Lane("activations-cn", failure)
-        self.storages: dict[int, SavedStorage] = {}  # by number, wherever their bytes are
+        self.storages: dict[int, SavedStorage] = {}  # by number, in every state
         self._changed = Monitor()  # guards fields that the writer changes: states, memory and the counts
         self._cooling: deque = deque()  # (transfer, memory that is free when the transfer is over)
         self._num_writing = self._num_written = self._num_reads = 0
 
     def take(self, nbytes: int) -> Area | None:
-        """Host memory, if need be that of the storage that is needed last, once it is on NVMe. None if no storage here can give any."""
+        """Host memory. If no memory is free, write the storage that backward needs last to NVMe. None if no storage can give memory."""
         while True:
             num_written = self._num_written
             if (memory := self.try_take(nbytes)) is not None:
@@ -129,7 +129,7 @@ class ActivationStore:
             self.swap.write(stored.extent, stored.memory.buffer, what=self._name(stored)).wait()
         except BaseException as caught:
             error = caught
-            self.failure.note(error, f"activation {stored.number} ({self.writer.name}): ")  # before waiting threads would write it again
+            self.failure.note(error, f"activation {stored.number} ({self.writer.name}): ")  # before waiting threads see HOST and retry
         with self._changed:
             if error is not None or stored.wanted:
                 stored.become(StorageState.HOST)

@@ -4,13 +4,13 @@ Knows storages on the device, a store of host memory and NVMe, and parts of a gr
 weights: the saved-tensor hooks call this file, in the training thread.
 """
 
-# [Note: what is moved]
+# [Note: which activations move]
 # The unit is a storage, which plain PyTorch keeps alive as a whole. Views of one storage are moved once, whatever their shapes and strides,
-# and are views of one storage again afterwards. Three kinds of tensors stay on the device: small ones, small parts of a storage
-# (they may be slices of a data set), and model buffers, which stay on the device anyway.
+# and are views of one storage again afterwards. Three kinds of tensors stay on the device: small tensors, small parts of a storage, and model
+# buffers. A small part may be a slice of a data set. Model buffers stay on the device anyway.
 #
-# Backward fetches storages in reverse order, and reads ahead as far as host memory allows. If parts of the graph go backward in another
-# order, such as micro-batches that pass a layer together, the caller names the part that it saves and the parts that follow (graph_parts.py).
+# Backward fetches storages in reverse order, and reads ahead as far as host memory allows. Parts of the graph may go backward in another
+# order, such as micro-batches that pass a layer together. The caller then names the saved part and the parts that follow (graph_parts.py).
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Activations:
 
     @uninterrupted
     def restore(self, saved: SavedTensor) -> torch.Tensor:
-        """The tensor, on the device. Fetches storages that backward needs next. Raises SwapError."""
+        """The tensor on the device. Also fetches storages that backward needs next. Raises SwapError."""
         self.drain()
         stored = saved.stored
         storage = stored.original()
@@ -125,7 +125,7 @@ class Activations:
         return saved.view_of(storage)
 
     def stats(self) -> dict[str, int]:
-        """Bytes moved to the host so far; host memory, now and at most; room on NVMe."""
+        """Bytes moved to the host so far, host memory in use now and at most, and space on NVMe."""
         return {
             "moved_nbytes": self._moved_nbytes,
             "host_nbytes": self.store.heap.nbytes,
@@ -189,7 +189,7 @@ class Activations:
                     raise
                 refused_nbytes, self.has_refused = stored.nbytes, True
         if self._leaving and refused_nbytes <= self._saved_nbytes and self._moved_nbytes == moved_nbytes:
-            self._let_go()  # no later storage would make this one go
+            self._let_go()  # no later storage would trigger this
 
     def _send(self, stored: SavedStorage) -> None:
         """Begin the copy to host memory."""
@@ -204,7 +204,7 @@ class Activations:
             self.store.write_oldest()
 
     def _let_go(self) -> None:
-        """Drop the reference to the storage that left first. Later work of the device may overwrite its memory."""
+        """Drop the reference to the storage that left first. Later work of the device may overwrite the memory."""
         number = next(iter(self._leaving))
         stored = self.store.storages[number]
         stored.copy.wait_on_device()
@@ -218,10 +218,10 @@ class Activations:
         while (memory := self.store.take(nbytes)) is None:
             if self.store.swap is None or not self._leaving:
                 raise BudgetError(
-                    f"{self.store.who}a saved activation of {format_bytes(nbytes)} does not fit into what is left of host_memory for "
+                    f"{self.store.who}a saved activation of {format_bytes(nbytes)} does not fit into the host_memory left for "
                     f"activations, {format_bytes(self.store.heap.budget_nbytes)}. Raise host_memory, or use activation_tier='device'."
                 )
-            self._let_go()  # then it can be written
+            self._let_go()  # afterwards a write to NVMe can begin
         return memory
 
     # Backward: back to the device.
@@ -240,7 +240,7 @@ class Activations:
         self.store.free_after(copy, stored.come_home(home, copy))
 
     def _fetch_ahead(self, stored: SavedStorage) -> None:
-        """Bring the storages that backward needs next to the device, or to host memory while it has room."""
+        """Bring the storages that backward needs next to the device, or to host memory if there is room."""
         room = NUM_COMING - len(self._coming)
         reads = True
         self.store.reclaim()
@@ -265,7 +265,7 @@ class Activations:
                 break
 
     def _copy(self, memory: Area, storage: torch.UntypedStorage, nbytes: int, *, out: bool) -> DeviceCopy:
-        """Copy between host memory and a storage on the device, after all work that the device has been given."""
+        """Copy between host memory and a storage on the device, after all work that is queued on the device."""
         if self.stream is None:
             ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)
             return DeviceCopy(job=self.copies.push(lambda _alive=(memory, storage): ctypes.memmove(*ends, nbytes)))

@@ -1,11 +1,12 @@
-"""What an update computes of one shard: which of its elements are updated alike, with which hyper-parameters and random bits.
+"""Computes the update of one shard: finds the runs of elements with equal hyper-parameters, and applies the optimizer's rule to each run.
 
-Knows a chunk's pieces and which of its parameters had a gradient. Must not know where the shard is, or when this is done.
+Knows the pieces of a chunk, and the parameters that had a gradient. Must not know the place of the shard, or the time of the update.
 """
 
-# [Note: what an update depends on]
-# The hyper-parameters are a snapshot (Hyper), so whatever a scheduler does after step() is of the next step. A parameter
-# that no rank had a gradient for is skipped: no decay, no moments, and its step count, kept a chunk and parameter, stays.
+# [Note: inputs of an update]
+# Hyper is a snapshot of the hyper-parameters. Changes by a scheduler after step() apply to the next step. If no rank had a gradient of a
+# parameter, the update skips the parameter: no weight decay, no new moments, and the same step count. Each chunk counts the steps of each
+# parameter.
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from infinity.tiers.parameter_state import ParameterState
 
 @dataclass
 class Hyper:
-    """Hyper-parameters of one step: the rule, a copy of each parameter group's, and what every gradient is multiplied by."""
+    """Hyper-parameters of one step: the rule, a copy of each parameter group, and the factor of all gradients."""
 
     rule: Rule
     groups: list[dict]
@@ -47,7 +48,7 @@ def update(
     threads: int,
     seed: int | None,
 ) -> Computed:
-    """Update a shard in place. state: its segments; gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: as of `Updater`."""
+    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: of `Updater`."""
     computed = Computed(runs(chunk, params, merge=seed is None), hyper, params, seed)
     for part, scalars, dither in computed.parts():
         shard = state.part(part.start, part.stop)
@@ -57,7 +58,7 @@ def update(
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What an update did to a shard, so that it can be done again. seed: as of `update`."""
+    """The inputs of an update of a shard. A replay of the update needs them. seed: see `Updater`."""
 
     runs: list[Run]
     hyper: Hyper
@@ -65,13 +66,13 @@ class Computed:
     seed: int | None
 
     def parts(self) -> Iterator[tuple[slice, object, Dither | None]]:
-        """Elements of the shard that are updated alike, with their scalars and their random bits."""
+        """Slices of the shard with equal hyper-parameters, each with the scalars of the rule and the random bits."""
         for run in self.runs:
             for start, end, dither in _dithered(run, self.params, self.seed):
                 yield slice(start, end), self.hyper.scalars(run.group, run.step), dither
 
     def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
-        """Do to moments by name, in place, what it did to the shard's."""
+        """Replay the update on moments in place. moments: by name, 1-D [shard_used]. gradient: of the update."""
         for part, scalars, dither in self.parts():
             shard = {name: segment[part] for name, segment in moments.items()}
             self.hyper.rule.advance(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither)
@@ -79,7 +80,7 @@ class Computed:
 
 @dataclass(slots=True)
 class Run:
-    """Neighbouring elements [start, end) of a shard that are updated alike; the first is element `param_start` of `param`."""
+    """Elements [start, end) of a shard with equal hyper-parameters. The first of them is element `param_start` of `param`."""
 
     start: int
     end: int
@@ -90,15 +91,15 @@ class Run:
 
 
 def runs(chunk: ChunkState, params: list[ParameterState], *, merge: bool) -> list[Run]:
-    """Cut the shard where the parameter group, the step count or the use changes, and count the steps.
+    """Cut the shard into runs and count the steps. A run ends where the parameter group, the step count or the use of parameters changes.
 
-    merge: let a run go on over several parameters. What lies between these is padding: zeros, which an update leaves zeros.
+    merge: a run may contain several parameters. The padding between them is zeros, and an update of zeros gives zeros.
     """
     for param in chunk.gradient.received:
         if params[param].group is not None:
             chunk.steps[param] += 1
     found: list[Run] = []
-    adjoins = False  # whether the last run ends with the piece before
+    adjoins = False  # whether the last run ends with the previous piece
     for piece in chunk.pieces:
         group = params[piece.param].group
         if group is None or piece.param not in chunk.gradient.received:
@@ -114,7 +115,7 @@ def runs(chunk: ChunkState, params: list[ParameterState], *, merge: bool) -> lis
 
 
 def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Iterator[tuple[int, int, Dither | None]]:
-    """The parts of a run that one Dither serves: all of it, but for parameters of over 2^32 elements."""
+    """The parts of a run, each with one Dither. A run has one part, unless the parameter has more than 2^32 elements."""
     if seed is None:
         yield run.start, run.end, None
         return
@@ -127,7 +128,7 @@ def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Itera
 
 
 def add_norm(chunk: ChunkState, gradient: torch.Tensor, total: NormAccumulator) -> None:
-    """Add the squares of a shard's gradient; each piece begins on a block border of its parameter."""
+    """Add the squares of a shard's gradient. Each piece begins on a block border of a parameter."""
     for piece in chunk.pieces:
         if piece.param in chunk.gradient.received:
             total.add(gradient[piece.start : piece.start + piece.numel])

@@ -19,7 +19,7 @@ from infinity.tiers.update_state import UpdateState
 
 
 class Resident(Area):
-    """An area for a record that never leaves host memory. It is used like a slot, without a lease."""
+    """An area for a record that never leaves host memory. The interface is that of a slot, without a lease."""
 
     __slots__ = ()
 
@@ -28,28 +28,29 @@ class Resident(Area):
 
 
 class ChunkState:
-    """The state of one chunk: its record, its place in each tier, and the moves and updates under way."""
+    """The state of one chunk: the record, the place in each tier, and the running moves and updates."""
 
-    def __init__(self, chunk: Chunk, record: Record, pieces: tuple[Piece, ...], span: SpanState):
+    def __init__(self, chunk: Chunk, record: Record, rank: int, span: SpanState):
         self.chunk = chunk
         self.index = chunk.index
         self.record = record
-        self.pieces = pieces  # of this rank's shard
+        self.shard = chunk.shard_in_span(rank)  # of this rank, and its pieces
+        self.pieces = chunk.shard_pieces(rank)
         self.whole_pieces = {piece.param: piece for piece in chunk.pieces}  # of all shards, by parameter
         inside = [state.name for state in span.params if state.index in self.whole_pieces]
         self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for messages
-        self.gaps = _gaps(pieces, record.numel)
+        self.gaps = _gaps(self.pieces, record.numel)
         self.span = span
         self.weights_home = self.states_home = NVME
-        self.extents: dict[str, object] = {}  # on NVMe, by kind; None where there are no bytes
+        self.extents: dict[str, object] = {}  # on NVMe, by kind; None for a kind without bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
         self.gradient = GradientState()
-        self.copy_job = None  # the last copy of its weights to the device
+        self.copy_job = None  # the last copy of the weights to the device
         self.update = UpdateState()
-        self.weights_expected = False  # a copy to the device follows soon, or an update of which this step has not told yet
-        self.num_changes = 0  # of its record
+        self.weights_expected = False  # a copy to the device follows soon, or an update that is not announced yet
+        self.num_changes = 0  # of the record
         self.snapshot = None  # the Snapshot that has not copied the record yet
 
     @property
@@ -58,7 +59,7 @@ class ChunkState:
         return self.update.is_expected or self.weights_expected
 
     def copy_for_snapshot(self, lease=None) -> None:
-        """The record is about to move or to change: let a snapshot copy it first. lease: of the whole record, if the caller has one."""
+        """The record is about to move or to change: a snapshot copies the record first. lease: of the whole record, if the caller has one."""
         if (snapshot := self.snapshot) is not None:
             snapshot.before_change(self, lease)
 
@@ -67,9 +68,14 @@ class ChunkState:
         self.num_changes += 1
 
     def note_updated(self, lease) -> None:
-        """An update of the record, which the lease holds, is over."""
+        """An update of the record is over. lease: of the record."""
         if (snapshot := self.snapshot) is not None:
             snapshot.after_update(self, lease)
+
+    @property
+    def weights_on_device(self) -> torch.Tensor:
+        """The weights of this rank's shard in the span: 1-D, without padding. The span is allocated."""
+        return self.span.flat[self.shard]
 
     @property
     def trainable(self) -> bool:
@@ -81,7 +87,7 @@ class ChunkState:
 
     @property
     def gradient_on_device(self) -> bool:
-        """Whether its gradient is on the device: the part that has arrived, and the parts that follow."""
+        """Whether the gradient is on the device: the parts that have arrived, and the parts that follow."""
         return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)
 
     def __repr__(self):

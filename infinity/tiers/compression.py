@@ -13,8 +13,8 @@ Knows extents, their sections, and the moments that an update can be replayed on
 #     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
 #
 # One of a few lanes compresses a write into a buffer, and the storage writes from there. So the copy in host memory stays whole for other
-# requests. A read fills the end of each section's place in host memory, and is expanded in place: by one of a few lanes, or by a thread that
-# waits for the read.
+# requests. A read fills the end of each section's place in host memory. One of a few lanes, or a thread that waits for the read, expands the
+# section in place.
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ from infinity.tiers.late_moments import GradientPool, LateUpdate, PooledGradient
 
 @dataclass
 class CompressedExtent:
-    """An extent, its sections, and the number of bytes that each section has in storage: all of them before the first write.
+    """An extent with its sections. stored: bytes of each section in storage, before the first write the size of the section.
 
-    redo: updates that the moments in storage lack, see [Note: late moments] in late_moments.py. is_new: no write has happened; sections of
-    zeros, such as the states of a record before its first step, are not written then.
+    redo: updates that the moments in storage lack, see [Note: late moments] in late_moments.py. is_new: no write has happened. A first write
+    skips sections of zeros, such as the states of a record before the first step.
     """
 
     extent: Extent
@@ -57,12 +57,12 @@ class CompressedExtent:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Size of a host copy in bytes, with room for a gradient where moments may be late."""
+        """Size of a host copy in bytes, with room for a gradient if moments may be late."""
         return max(section.offset + section.nbytes for section in self.sections)
 
     @functools.cached_property
     def gradient(self) -> list[Section]:
-        """The sections that a gradient has behind the states."""
+        """The sections of the gradient behind the states."""
         return [section for section in self.sections if section.late]
 
 
@@ -83,11 +83,11 @@ class Write:
 
 
 class Read:
-    """A read under way. A thread that waits for it expands the sections as they arrive.
+    """A running read. A thread that waits for the read expands the sections as they arrive.
 
-    left: for each section its memory, the itemsize of its floats (0 if it is not compressed) and the number of bytes to read, as
-    `_huffman.decode_last` takes them. transfers: one for each section, None where there are no bytes to read. catch_up: runs once, in the
-    lane, after all sections; or None. what, path: for errors.
+    left: for each section the memory, the itemsize of the floats (0 if not compressed) and the number of bytes to read, as
+    `_huffman.decode_last` takes them. transfers: one for each section, None for a section without bytes to read. catch_up: None, or runs once,
+    in the lane, after all sections. what, path: for errors.
     """
 
     __slots__ = ("_catch_up", "_error", "_failure", "_lane", "_left", "_lock", "_path", "_transfers", "_what", "nbytes")
@@ -113,8 +113,7 @@ class Read:
         self._error: BaseException | None = None  # of catch_up
 
     def wait(self) -> None:
-        """Raises in each call, after all parts are over: SwapError if a part failed or has other bytes than were written; the error of
-        catch_up."""
+        """Each call raises, after all parts are over, SwapError if a part failed or has changed bytes, or the error of catch_up."""
         with waits(self.in_words), self._lock:  # another thread may hold the lock, and wait for a part
             while self._left and self._failure is None:
                 transfer = self._transfers[len(self._left) - 1]
@@ -148,7 +147,7 @@ class Read:
         _wait_for([self], quietly=True)
 
     def _bring_up_to_date(self) -> None:
-        if self._catch_up is not None:  # else an interrupt has let a thread ask twice
+        if self._catch_up is not None:  # None if an interrupt has made a thread ask twice
             try:
                 self._catch_up()
             except BaseException as error:  # the memory holds neither the bytes of the read nor the moments after the update
@@ -201,7 +200,7 @@ class Compressor:
         return CompressedExtent(extent, sections, [section.nbytes for section in sections], redo or RedoLog())
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
-        """Read the whole extent after all writes to it are over. A gradient of no use is left out. Otherwise as `Storage.read`."""
+        """Read the whole extent after all its writes are over, without an unneeded gradient. Otherwise as `Storage.read`."""
         left, transfers, read, late = [], [], None, compressed.redo.late
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
@@ -234,9 +233,9 @@ class Compressor:
     ) -> Write:
         """Write the whole extent. Until the write is over, the buffer must not change, and no other write may begin there.
 
-        catch_up: given where moments may be late, and storage holds the moments from before the last update, which need not be written then.
-        It is called with the bytes of a later read, and brings the moments there up to the buffer's. The moments are written nevertheless
-        where there is no room for the gradient.
+        catch_up: given if moments may be late, and storage holds the moments from before the last update. This write may then skip the
+        moments. A later read calls catch_up with the bytes of the read, to replay the update on the moments there. If the gradient finds no
+        room, the moments are written.
         """
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
@@ -299,7 +298,7 @@ class _Press:
         return transfers
 
     def _put_gradient(self, compressed: CompressedExtent, buffer: memoryview) -> list[PooledGradient] | None:
-        """Compress the gradient behind the states into the pool; None where the pool has no room."""
+        """Compress the gradient behind the states into the pool. Returns None if the pool has no room."""
         found: list[PooledGradient] = []
         for section in compressed.gradient:
             pooled = self._put_section(section, buffer[section.offset : section.offset + section.nbytes])
@@ -320,7 +319,7 @@ class _Press:
             self._free.append(target)
 
     def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
-        """Compress and write a section; its transfer joins the list. Returns the number of stored bytes."""
+        """Compress and write a section, and append the transfer to the list. Returns the number of stored bytes."""
         target, stored = self._buffer(), 0
         try:
             stored = _huffman.encode(source, section.itemsize, target)

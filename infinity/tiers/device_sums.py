@@ -1,22 +1,22 @@
 """Sums of gradients on the device: several micro-batches add up there, and the sum leaves for host memory once.
 
-Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments: the caller says which parameters get gradients
-next, when a chunk has all of them, and when a new round begins. The training thread calls it, on all ranks at the same points.
+Knows chunks, their gradients, and the device's budget. Must not know micro-batches or segments. The caller names the parameters that get
+gradients next, the complete chunks, and the begin of a round. The training thread calls this file, on all ranks at the same points.
 """
 
 # [Note: room for sums]
-# Sums use the device memory for spans that come and go, as far as it has room beside the spans of the current ops. A gradient without room
-# adds up in host memory. The room of a sum is free again after the sum has left. This is checked when more room is wanted.
+# Sums use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without room adds up in
+# host memory. The room of a sum is free again after the sum has left. The engine checks this when more room is needed.
 # If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
-# 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host
-# memory has no place for all sums, they would also be read from NVMe and written for each micro-batch.
+# 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host memory has no
+# place for all sums, such gradients would also be read from NVMe and written for each micro-batch.
 #
 # [Note: sums on several ranks]
-# The device adds up a rank's shard. Each micro-batch's gradient is reduced before it is added, as in the ordinary loop, because a
-# reduction of sums differs from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. So the links between devices
-# carry the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks,
-# which gather and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is
-# given back at a fixed point, after the next but one sum has left, not when a copy happens to end.
+# The device adds up a rank's shard. Each micro-batch's gradient is reduced before the addition, as in the ordinary loop. A reduction of sums
+# would differ from a sum of reductions: in bf16 by rounding, in fp32 by the order of additions. The links between devices therefore carry
+# the gradients of each micro-batch, and the link to the host carries each shard once. Room for spans must be equal on all ranks, which gather
+# and evict together. So ranks agree on the sums and on the room for them, and all shards count with the full size. Room is given back at
+# fixed points of the step, before other sums leave or need the room, and not whenever a copy ends.
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DeviceSums:
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
         chunks = dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state))
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             least, *come = self.ranks.most([-room, *(chunk in chunks for chunk in self.registry.chunks)])
             room, chunks = -least, [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
         self._free_room()
@@ -82,13 +82,13 @@ class DeviceSums:
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """These chunks have all their gradients: their sums leave for host memory."""
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             self._free_room(0)
         for chunk in chunks:
             if (nbytes := self._here.pop(chunk, None)) is None:
                 continue
             arrived = chunk.gradient.job
-            if arrived is not None and self.ranks.world > 1:
+            if arrived is not None and self.ranks.are_several:
                 self.gradients.wait_for(chunk)  # a lane adds reduced gradients
             memory, _ = chunk.gradient.leave()
             if memory is None:  # no gradient came
@@ -116,7 +116,7 @@ class DeviceSums:
 
     def _free_room(self, most: int | None = None) -> None:
         """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""
-        while self._leaving and ((self.ranks.world == 1 and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
+        while self._leaving and ((not self.ranks.are_several and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
             job, room_nbytes, nbytes = self._leaving.popleft()
             try:
                 job.wait()

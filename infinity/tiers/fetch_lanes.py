@@ -1,6 +1,6 @@
-"""The lanes of a fetch: cg copies a chunk's shard from host memory to its span, gg gathers the shards of all ranks there.
+"""The lanes of a fetch: cg copies a chunk's shard from host memory to the span, gg gathers the shards of all ranks there.
 
-Knows host copies, spans, streams and events of CUDA. Must not know plans or holds, or which span is fetched next: weights.py issues the jobs.
+Knows host copies, spans, streams and events of CUDA. Must not know plans, holds or the order of fetches: weights.py issues the jobs.
 See [Note: who waits for whom] in weights.py.
 """
 
@@ -23,8 +23,8 @@ from infinity.tiers.record_mover import RecordMover, Request, segments
 
 
 class ChunkFetch:
-    """The fetch of one chunk: the request for its host copy, None if the shard is on the device; an update that the copy waits for; the copy to
-    the device; the all-gather, None on one rank."""
+    """The fetch of one chunk. request: for the host copy; None if the shard is on the device. update: the copy waits for this job. copy: the
+    job that copies the shard to the device. gather: the job of the all-gather; None on one rank."""
 
     __slots__ = ("chunk", "copy", "gather", "request", "update")
 
@@ -37,8 +37,8 @@ class ChunkFetch:
 
 
 class FetchLanes:
-    """Runs the jobs of fetches, in the order of `copy` and `gather`. gather_lane, gather_stream: of collectives, in one order with those of
-    gradients."""
+    """Runs the jobs of fetches, in the order of `copy` and `gather`. gather_lane, gather_stream: for all collectives, including those of
+    gradients, in one order."""
 
     def __init__(self, records: RecordMover, ranks: Ranks, gather_lane: Lane, gather_stream, device: torch.device, events: Events):
         self.records, self.ranks, self.events, self.device = records, ranks, events, device
@@ -57,19 +57,19 @@ class FetchLanes:
             self.gather_stream.synchronize()  # the memory of the spans is freed next
 
     def allocated(self) -> torch.cuda.Event | None:
-        """An event on the compute stream, behind the allocation of a span; None on the CPU."""
+        """An event on the compute stream after the allocation of a span; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
 
     def copy(self, fetch: ChunkFetch, ready: torch.cuda.Event | None) -> None:
-        """Copy the shard to its span. ready: the event behind the allocation of the span."""
+        """Copy the shard to the span. ready: the event after the allocation of the span."""
         fetch.copy = fetch.chunk.copy_job = self.cg.push(functools.partial(self._run_copy, fetch, ready), fetch.chunk.title)
 
     def gather(self, fetch: ChunkFetch, order: tuple[int, int, int] | None = None) -> Job:
-        """Exchange the shards of the chunk, on all ranks. order: of this collective, which all ranks compare; None if the plan gives it."""
+        """All-gather the shards of the chunk. order: numbers of this collective, which all ranks compare; None if the plan sets the order."""
         return self.gg.push(functools.partial(self._run_gather, fetch, order), fetch.chunk.title)
 
     def wait(self, fetch: ChunkFetch) -> None:
-        """Wait for the copy and the gather of a chunk. Each wait is charged to its link. On CUDA the compute stream waits for the bytes."""
+        """Wait for the copy and the gather of a chunk. Each wait is counted by link. On CUDA the compute stream waits for the bytes."""
         if not fetch.copy.done:
             with waits(f"the weights of {fetch.chunk.title}"):
                 self._wait_for_copy(fetch)
@@ -97,7 +97,7 @@ class FetchLanes:
     # Jobs.
 
     def _run_copy(self, fetch: ChunkFetch, ready: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        """Copy one shard to its span, after the read or the update that it waits for. Returns the event of the copy on CUDA."""
+        """Copy one shard to the span after its read or its update. Returns the event of the copy on CUDA."""
         chunk, request, update, entry = fetch.chunk, fetch.request, fetch.update, None
         if request is not None:
             if not request.done:  # other jobs wait for this lane, and only the training thread uses copies that were read ahead
@@ -109,11 +109,11 @@ class FetchLanes:
         if entry is None:
             return ready  # the compute stream wrote the shard in place: the gather waits for this event
         start = now()
-        shard, format = chunk.span.flat[chunk.chunk.shard_in_span(self.ranks.rank)], chunk.record.format
+        shard, format = chunk.weights_on_device, chunk.record.format
         nbytes = chunk.record.weight_nbytes if format.is_coded else shard.nbytes
         source = entry.memory.tensor(torch.uint8, 0, nbytes)
         if not self.cuda:
-            # Not copy_: it would use torch's threads, which the training thread needs.
+            # Not copy_, which would use torch's threads: the training thread needs these threads.
             if format.is_coded:
                 decode(chunk.record, source, shard)
             else:
@@ -134,13 +134,13 @@ class FetchLanes:
         return event
 
     def _finish_copy(self, chunk: ChunkState, entry: Entry, event: torch.cuda.Event, nbytes: int, start: float, marks) -> None:
-        """Give the slot back once the device has read it."""
+        """Give the slot back after the device has read the slot."""
         event.synchronize()
         self.events.moved("h2d", chunk.index, nbytes, start, now(), marks)
         self.records.unpin(chunk, WEIGHTS, entry)
 
     def _run_gather(self, fetch: ChunkFetch, order: tuple[int, int, int] | None) -> torch.cuda.Event | None:
-        """Gather the chunk, after its copy. Returns the event of the gather on CUDA."""
+        """Gather the chunk after the copy. Returns the event of the gather on CUDA."""
         event = fetch.copy.wait()
         if order is not None:
             self.ranks.require_order(f"the next gather, of {fetch.chunk.title}", *order)
@@ -163,7 +163,7 @@ class FetchLanes:
 
 
 def decode(record: Record, source: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode a coded weight. source: uint8 [weight_nbytes], as stored. out: [shard_used], the shard in its span, on the same device."""
+    """Decode a coded weight. source: uint8 [weight_nbytes], as stored. out: [shard_used], the shard in the span, on the same device."""
     found = segments(record, WEIGHTS, lambda dtype, offset, count: source[offset : offset + count * dtype.itemsize].view(dtype))
     shard = Shard(record.format, found)
     shard.codec.decode(shard, out)

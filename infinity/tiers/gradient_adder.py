@@ -1,4 +1,4 @@
-"""Copies a part of a gradient to its place in a shard, or adds the part to earlier gradients there.
+"""Copies a part of a gradient into a shard, or adds the part to earlier gradients there.
 
 Knows memory and the stream of the gc link. Must not know chunks, or which part comes first.
 """
@@ -27,7 +27,7 @@ class GradientAdder:
         self.accumulate = accumulate
 
     def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, otherwise target += source. The copy is over on return. Returns its marks on CUDA, None on the CPU."""
+        """target = source if first, otherwise target += source. The copy is over on return. Returns the marks on CUDA, otherwise None."""
         if not self.cuda:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)
@@ -37,20 +37,21 @@ class GradientAdder:
             else:
                 target.add_(source)
             return None
+        direct = first and target.dtype == source.dtype
         with torch.cuda.stream(self.stream):
             if ready is not None:
                 self.stream.wait_event(ready)
             begin = self.events.device_mark()
             if target.is_cuda:
                 target.copy_(source) if first else target.add_(source)
-            elif first and target.dtype == source.dtype:
+            elif direct:
                 target.copy_(source, non_blocking=True)
             else:
                 staged = self.staging.view(source.dtype)[: source.numel()]
                 staged.copy_(source, non_blocking=True)
             marks = begin, self.events.device_mark()
             self.stream.record_event().synchronize()
-        if not target.is_cuda and not (first and target.dtype == source.dtype):
+        if not target.is_cuda and not direct:
             if self.accumulate:
                 accumulate_(target, staged, first)
             else:

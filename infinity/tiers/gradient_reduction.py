@@ -37,7 +37,7 @@ class ReduceScatter:
         unreduced = chunk.gradient.unreduced
         if unreduced.flat is None:
             unreduced.flat = self._flat(chunk)
-        view = unreduced.flat.view(self.ranks.world, -1)
+        view = chunk.chunk.partition.rows(unreduced.flat)
         numel = chunk.chunk.shard_numel
         done = 0
         while done < piece.numel:
@@ -57,7 +57,7 @@ class ReduceScatter:
         flat, used = unreduced.flat, unreduced.used
         if flat is None:
             flat = self._flat(chunk)
-        view = flat.view(self.ranks.world, -1)
+        view = chunk.chunk.partition.rows(flat)
         for index, param in enumerate(chunk.whole_pieces):
             if param in used:
                 view[:, chunk.chunk.shard_numel + index] = 1
@@ -75,7 +75,7 @@ class ReduceScatter:
             self.tier.book(-unreduced.flat.numel() * unreduced.flat.element_size())
 
     def _flat(self, chunk: ChunkState) -> torch.Tensor:
-        numel = self.ranks.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
+        numel = chunk.chunk.partition.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
         flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.format.compute], device=self.device)
         self.tier.book(flat.numel() * flat.element_size())
         return flat

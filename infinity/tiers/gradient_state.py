@@ -49,7 +49,7 @@ _GRADIENT_MOVES = {
 class Unreduced:
     """One rank's contribution before the reduce-scatter. Used on several ranks only.
 
-    flat: device buffer of the whole chunk, None before the first arrival. used: indices of the parameters that have a gradient in it.
+    flat: device buffer of the whole chunk, None before the first arrival. used: indices of the parameters with a gradient in the buffer.
     """
 
     flat: torch.Tensor | None = None
@@ -93,17 +93,17 @@ class GradientState:
 
     @property
     def is_there(self) -> bool:
-        """Whether the shard has data, so that the next arrival is added to it."""
+        """Whether the shard has data. The next arrival is then added to the data."""
         return self.place is ON_DEVICE or self.place is OFFLOADED
 
     @property
     def has_arrived(self) -> bool:
-        """Whether any data of this gradient is in the engine. Only `received` tells so if an interrupt came during the arrival."""
+        """Whether any data of this gradient is in the engine. After an interrupt during the arrival, only `received` shows this."""
         return self.job is not None or self.unreduced.flat is not None or bool(self.received)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the gradient is off the device, or on its way to host memory. The next arrival is added to it there."""
+        """Whether the gradient is off the device, or on the way to host memory. The next arrival is then added in host memory."""
         return self.place is OFFLOADED or self.place is OFFLOADING
 
     # Arrivals.
@@ -160,7 +160,7 @@ class GradientState:
             self.become(ON_DEVICE)
 
     def offload(self) -> None:
-        """The gradient that stayed on the device is on its way to host memory."""
+        """The gradient that stayed on the device is on the way to host memory."""
         self.become(OFFLOADING)
 
     def leave(self) -> tuple[DeviceShard | None, bool]:

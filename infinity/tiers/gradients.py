@@ -7,12 +7,12 @@ has room.
 """
 
 # [Note: who holds gradients]
-# The gc lane pins a chunk's gradient shard while it adds to the shard. The update lane pins the shard while it uses it. Between the two, the
-# shard may leave for NVMe if another chunk wants its slot. A lane that pins a shard never waits for the other lane or for the training
-# thread: an update that has begun takes its record's slots from records that were only read ahead. So two slots are enough, however late a
-# pass completes its chunks. If the next update in the lane needs nothing more from the gc lane, the gc lane waits for the slot which that
-# update frees. Otherwise the gc lane writes the gradient that is used last to NVMe. (The update may then have to read its own gradient
-# back. In this case another gradient is written.)
+# The gc lane pins a chunk's gradient shard during an addition. The update lane pins the shard during the update. Between the two, the shard
+# may leave for NVMe if another chunk needs the slot. A lane that pins a shard never waits for the other lane or for the training thread. An
+# update that has begun takes the slots of records that were only read ahead. Two slots are therefore enough, even if a pass completes all
+# chunks late. If the next update in the lane needs nothing more from the gc lane, the gc lane waits for the slot which that update frees.
+# Otherwise the gc lane writes the gradient with the farthest use to NVMe. (If that update must then read back its own gradient, another
+# gradient is written.)
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.record_mover import Lease, RecordMover
 
 MAX_BATCH_NBYTES = 4 << 20  # of a batch, unless a single gradient is larger
-SMALL_NBYTES = 256 << 10  # a smaller gradient is not worth a change of threads: it leaves together with the next one
+SMALL_NBYTES = 256 << 10  # a smaller gradient is not worth a change of threads, and leaves together with the next one
 
 
 @dataclasses.dataclass
 class Batch:
     """Parts of one chunk's gradient that leave the device together.
 
-    parts: (gradient, start in the shard, whether it is the parameter's first, CUDA event after which the gradient is complete).
+    parts: (gradient, start in the shard, whether the parameter has no earlier gradient there, CUDA event after which the gradient is complete).
     sent_nbytes: device bytes that are free when all parts have left.
     """
 
@@ -100,12 +100,12 @@ class Gradients:
             yield self._tensor(lease)
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """Take the gradient of a whole parameter, and begin its transfer if there is one."""
-        if self.ranks.world > 1:
+        """Take the gradient of a whole parameter, and begin the transfer to host memory, unless the gradient stays on the device."""
+        if self.ranks.are_several:
             self.in_flight.wait_for_room()  # the copy in the flat buffer takes as many bytes again
         flat = grad.detach().reshape(-1)
         chunks = self.registry.chunks_of(state)
-        if self.ranks.world == 1:
+        if not self.ranks.are_several:
             for chunk in chunks:
                 if chunk.gradient_on_device:
                     self._keep(chunk, state, flat)
@@ -118,7 +118,7 @@ class Gradients:
         for chunk in chunks:
             piece = chunk.whole_pieces[state.index]
             last = chunk is chunks[-1]
-            if self.ranks.world == 1:
+            if not self.ranks.are_several:
                 first = state.index not in chunk.gradient.received
                 chunk.gradient.received.add(state.index)
                 part = flat[piece.param_start : piece.param_start + piece.numel]
@@ -126,7 +126,7 @@ class Gradients:
             else:
                 self.reduce_scatter.insert(chunk, piece, flat)
             self._note_arrival(chunk)
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             self.in_flight.add(-nbytes)
 
     def reduce(self, chunk: ChunkState) -> None:
@@ -139,18 +139,18 @@ class Gradients:
         chunk.gradient.squares = None
 
     def drop(self, chunk: ChunkState) -> None:
-        """Forget the gradient of a chunk. No transfer of it may be under way."""
+        """Drop the gradient of a chunk. No transfer of this gradient may be running."""
         self.release(chunk)
         self.reduce_scatter.drop(chunk)
 
     def release(self, chunk: ChunkState) -> None:
-        """The gradient was used: its memory is free, and the next arrival is a first one."""
+        """The gradient was used: free the memory. The next arrival is a first one."""
         if not chunk.gradient_on_device:
             self.records.discard(chunk, GRADIENTS)  # also after a transfer to the device that failed: the shard is still here
         chunk.gradient.clear()
 
     def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None) -> Job:
-        """Copy a gradient that stayed on the device to host memory, after the job `arrived`. Its update begins.
+        """Copy a gradient that stayed on the device to host memory, after the job `arrived`, because the update begins.
 
         left: the shard that `GradientState.leave` returned, for a gradient that leaves without an update.
         """
@@ -160,7 +160,7 @@ class Gradients:
         def work() -> None:
             arrived.wait()
             if left is None:
-                chunk.gradient.offload()  # only now: on several ranks the last part may have been on its way to the device shard
+                chunk.gradient.offload()  # not earlier: on several ranks, `arrived` may add the last part to the device shard
             with self._open(chunk) as target:
                 begin = now()
                 marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
@@ -169,7 +169,7 @@ class Gradients:
         return self.gc.push(work, chunk.title)
 
     def stay_on_device(self, chunks: Sequence[ChunkState]) -> None:
-        """Gradients of this step will add up on the device from now on. Data that has arrived is copied there. No transfer is under way."""
+        """From now on, gradients of this step add up on the device. Data that has arrived is copied there. No transfer is running."""
         for index, chunk in enumerate(chunks):
             for following in chunks[index + 1 : index + MIN_GRADIENT_SLOTS]:
                 if following.gradient.is_there and not following.gradient_on_device:
@@ -182,7 +182,7 @@ class Gradients:
             chunk.gradient.stay_here()
 
     def leave_device(self, chunk: ChunkState) -> None:
-        """Move a gradient off the device, because its record has left or the room is wanted. No transfer is under way."""
+        """Move a gradient off the device, because the record has left or the room is needed. No transfer is running."""
         last = self._last_stream(chunk)
         shard, has_data = chunk.gradient.leave()
         if shard is None:
@@ -200,18 +200,18 @@ class Gradients:
         self.failure.check()
 
     def hurry(self) -> None:
-        """Begin the transfer of small gradients that wait for the next one."""
+        """Begin the transfer of small gradients, which wait for the next gradient."""
         self.gc.wake()
 
     def drain(self) -> None:
-        """Wait until no transfer is under way, successful or not."""
+        """Wait until all transfers are over, with or without success."""
         self.gc.drain()
 
     def close(self) -> None:
         self.gc.close()
 
     def _put(self, chunk: ChunkState, part: tuple, sent_nbytes: int) -> None:
-        """On one rank: queue a part in the gc lane. It joins the chunk's last batch unless the lane has begun with that one."""
+        """On one rank: queue a part in the gc lane. The part joins the chunk's last batch, unless the lane has begun with that batch."""
         nbytes = part[0].numel() * part[0].element_size()
         with self._lock:
             batch = self._batch
@@ -313,7 +313,7 @@ class Gradients:
         self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     def _collect_shard(self, chunk: ChunkState, scattered: Job, params: list[int]) -> None:
-        """On several ranks: put this rank's shard, and the numbers behind it, into their places."""
+        """On several ranks: add this rank's shard to the chunk's gradient, and note which parameters have a gradient on any rank."""
         shard, done = scattered.wait()
         scattered.result = None
         first = not chunk.gradient.is_there

@@ -4,11 +4,11 @@ Knows when an update may go to the log, and how an update is replayed. Must not 
 """
 
 # [Note: late moments]
-# An update of Adam's moments can be replayed from its gradient. So most updates of a record do not write the moments to NVMe, and keep the
-# gradient instead: the moments on NVMe are late. Whoever reads them replays the missing updates, exactly once, in a lane. The main thread
-# never does it, because an interrupt could leave a replay half done. If host memory is left over, gradients of up to MOST_LATE updates in a
-# row wait there. Otherwise the gradient of one update is stored on NVMe behind the states, if they are compressed. Records take turns, so
-# each step writes the moments of about as many records. Bytes a parameter of a record's states, with compressed fp32 moments:
+# An update of Adam's moments can be replayed from the gradient. Most updates of a record therefore do not write the moments to NVMe, and keep
+# the gradient instead: the moments on NVMe are late. A read of the moments replays the missing updates, exactly once, in a lane. The main
+# thread never replays, because an interrupt could leave a replay half done. If host memory is left over, gradients of up to MOST_LATE updates
+# in a row wait there. Otherwise the gradient of one update is stored on NVMe behind the states, if the states are compressed. Records take
+# turns, so each step writes the moments of about as many records. Bytes a parameter of a record's states, with compressed fp32 moments:
 #
 #     whole               residual 2.0 | momentum 3.3 | variance 3.3                      8.6 written, 8.6 read for the next update
 #     late, on NVMe       residual 2.0 |              |              | gradient 1.3       3.3 written, 9.9 read
@@ -54,7 +54,7 @@ class RedoLog:
         late_gradient(record, states).copy_(gradient)
         return CatchUp(record, computed)
 
-    def add(self, update: Late) -> None:
+    def add(self, update: LateUpdate) -> None:
         """The record was written without the moments of this update."""
         with self._lock:
             self.late += (update,)
@@ -116,14 +116,14 @@ class PooledGradient:
 
 @dataclass(frozen=True, slots=True)
 class LateUpdate:
-    """A missing update. catch_up: replays it. pooled: the sections of its gradient in host memory, None if the gradient is on NVMe."""
+    """A missing update. catch_up: replays the update. pooled: sections of the gradient in host memory, None if the gradient is on NVMe."""
 
     catch_up: Callable[[memoryview], None]
     pooled: list[PooledGradient] | None
 
 
 class GradientPool:
-    """Blocks of host memory for gradients. Any thread may call its methods."""
+    """Blocks of host memory for gradients. Any thread may call the methods."""
 
     def __init__(self, arena: Arena, nbytes: int):
         self._slots = Slots(arena, "late gradients", BLOCK_NBYTES, nbytes // BLOCK_NBYTES)

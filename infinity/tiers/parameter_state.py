@@ -1,6 +1,6 @@
 """State of one parameter in an engine, and the data that the parameter points to.
 
-Knows the parameter, the placeholder and the class of the parameter. Must not know chunks, or where the bytes of the value are.
+Knows the parameter, the placeholder and the class of the parameter. Must not know chunks, or the place of the value's bytes.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ParameterState:
         self.version = 0  # write count of the parameter at the last arrival or departure
         self.group: int | None = None  # index of the optimizer's parameter group
         self.arrivals = 0  # gradients in this backward pass
-        self.arrived_last: dict[int, int] = {}  # in those of the step before, by number
-        self.expected: float = 1  # gradients that this backward pass brings, as far as is known, else infinite
+        self.arrived_last: dict[int, int] = {}  # in the previous step, by the number of the backward pass
+        self.expected: float = 1  # gradients that this backward pass brings; infinite if unknown
         self.touched = 0  # uses by ops in the forward passes of this step, in training
-        self.touched_last: dict[int, int] = {}  # in the step before, by backward pass
+        self.touched_last: dict[int, int] = {}  # in the previous step, by the number of the backward pass
         self.written_in_forward = False
         self.departed = DepartedGradient(placeholder)
 
     def expect(self, num_gradients: float) -> None:
-        """A backward pass begins that brings so many gradients of the parameter; infinite if the number is not known."""
+        """A backward pass begins. num_gradients: of the parameter in this pass; infinite if unknown."""
         self.arrivals, self.expected = 0, num_gradients
 
     def hold(self) -> None:
@@ -63,7 +63,7 @@ class ParameterState:
             self.param.__class__ = self.unheld_class
 
     def leave(self) -> None:
-        """The value is in a record from now on, or nowhere."""
+        """From now on, the value is in a record, or the parameter has no value."""
         self.num_holders = 0
         self.param.__class__ = self.unheld_class
         self.point_to(self.placeholder)
@@ -85,7 +85,7 @@ class ParameterState:
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Whether the program looks at accumulated gradients."""
+        """Whether the program has hooks on accumulated gradients."""
         return num_accumulated_hooks(self.param) > 1
 
     def check_untouched(self) -> None:
@@ -122,8 +122,8 @@ class ParameterState:
         view = self.view
         if data.shape != view.shape:
             raise UsageError(
-                f"{self.name} was given data of shape {tuple(data.shape)}, as by resize_token_embeddings; the engine has laid it out as "
-                f"{tuple(view.shape)}, for good. Resize the model first: before infinity.offload(model, config), or inside `with "
+                f"{self.name} was given data of shape {tuple(data.shape)}, as by resize_token_embeddings; the engine keeps the shape "
+                f"{tuple(view.shape)}. Resize the model first: before infinity.offload(model, config), or inside `with "
                 f"infinity.init(config):`."
             )
         if (data.dtype, data.device) != (view.dtype, view.device):

@@ -1,7 +1,7 @@
 """Moves records between storage and host memory: the nc and cn links.
 
 A request asks for the weights, the states or the gradient of a chunk in host memory. The mover grants the request when a slot is free.
-The reader thread picks the next request by the policy of plan/slots.py: a request that waits for one kind of slot never blocks another kind.
+The reader thread picks the next request by the policy of plan/slots.py. A request that waits for one kind of slot never blocks another kind.
 Must not know the device, plans or arithmetic.
 """
 
@@ -33,7 +33,7 @@ from infinity.tiers.chunk_state import ChunkState
 
 
 class Request(Job):
-    """A request for one kind of segments of a chunk in host memory. Its result is the entry, pinned for the requester if `pin` is set."""
+    """A request for one kind of segments of a chunk in host memory. The result is the entry. With `pin`, the entry is pinned."""
 
     __slots__ = ("_writer", "chunk", "kind", "number", "pin")
 
@@ -76,7 +76,7 @@ class Lease:
         return Shard(record.format, found)
 
     def begin_change(self) -> bool:
-        """The holder changes the chunk's gradient, or all of its record, next. Returns whether the copies were clean."""
+        """Announce that the holder changes the chunk's gradient, or the whole record. Returns whether the copies were clean."""
         if WEIGHTS in self.entries:
             self.chunk.begin_change(self)
         records, clean = self.records, True
@@ -93,8 +93,8 @@ class Lease:
         return clean
 
     def write_back(self, catch_up: Callable[[memoryview], None] | None = None) -> None:
-        """Write dirty copies to storage, and give each back when its write is over. A resident copy stays. catch_up: the moments may be late
-        there, see `Compressor.write`."""
+        """Write dirty copies to storage, and give each copy back after the write. A resident copy stays. catch_up: the moments in storage may
+        be late, see `Compressor.write`."""
         records, chunk, started = self.records, self.chunk, []
         try:
             for kind, entry in self.entries.items():
@@ -163,7 +163,7 @@ class RecordMover:
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
         """Ask for a copy. pin=False reads ahead: another chunk may take the slot before anybody uses the copy.
 
-        The read begins here if a slot is free and no other request waits; else in the reader thread.
+        The read begins here if a slot is free and no other request waits. Otherwise the read begins in the reader thread.
         """
         with self.lock:
             request = Request(chunk, kind, pin, self._writer)
@@ -180,7 +180,7 @@ class RecordMover:
         return request
 
     def hurry(self, request: Request) -> None:
-        """A thread waits for the request: let it, and earlier requests of its kind, pass all reads ahead."""
+        """A thread waits for the request: this request and earlier requests of the same kind overtake all reads ahead."""
         with self.lock:
             self._waiting.hurry(request)
             self.lock.notify_all()
@@ -189,7 +189,7 @@ class RecordMover:
             source.promote()
 
     def hurry_all(self) -> None:
-        """The training thread waits for updates: let all requests of today pass reads ahead, in the order of asking."""
+        """The training thread waits for updates: all requests so far overtake reads ahead, in the order of asking."""
         with self.lock:
             self._waiting.hurry_all()
             self.lock.notify_all()
@@ -206,11 +206,11 @@ class RecordMover:
 
     @contextlib.contextmanager
     def lease(self, chunk: ChunkState, *kinds: str, write: bool = False, fresh: bool = False):
-        """Copies of these kinds, by default of the whole record, pinned and read inside the block. fresh: nothing is read, the block fills
-        them.
+        """Copies of these kinds, by default of the whole record, pinned and read inside the block. fresh: the mover reads nothing, and the
+        block fills the copies.
 
-        write: the block changes the copies. They are written to storage after the block, also when the block raises. A gradient is written
-        when its slot is wanted.
+        write: the block changes the copies. The mover writes them to storage after the block, also after an error. A gradient is written when
+        another chunk needs the slot.
         """
         kinds = kinds or ((WEIGHTS, STATES) if chunk.trainable else (WEIGHTS,))
         lease = Lease(self, chunk, {kind: self.fresh(chunk, kind) for kind in kinds}) if fresh else self.obtain(chunk, kinds)
@@ -227,7 +227,7 @@ class RecordMover:
                 lease.give_back()
 
     def fresh(self, chunk: ChunkState, kind: str) -> Entry:
-        """A pinned, clean entry for the caller to fill. Nothing is read."""
+        """A pinned, clean entry for the caller to fill, without a read."""
         cache = self.caches[kind]
         with self.lock:
             while True:
@@ -255,7 +255,7 @@ class RecordMover:
             for request in requests:
                 self.hurry(request)
             return self.granted(requests)
-        except BaseException:  # after an interrupt, other threads go on
+        except BaseException:  # after an interrupt, other threads continue
             for request in requests:
                 self._withdraw(request)
             raise
@@ -269,7 +269,7 @@ class RecordMover:
         return Lease(self, requests[0].chunk, entries)
 
     def _withdraw(self, request: Request) -> None:
-        """The requester waits no longer: drop the request, or unpin the copy that it was granted."""
+        """The requester no longer waits: drop the request, or unpin the granted copy."""
         with self.lock:
             if request.pin and request.result is not None:
                 self.unpin(request.chunk, request.kind, request.result)
@@ -278,14 +278,14 @@ class RecordMover:
                 self.lock.notify_all()
 
     def clean_ahead(self, kind: str) -> None:
-        """Write a dirty copy before its slot is wanted, if no other slot can be had."""
+        """Write a dirty copy before a chunk needs the slot, if no other slot is available."""
         with self.lock:
             cache = self.caches[kind]
             if cache.farthest(HostState.CLEAN) is None and not cache.frees_soon():
                 self._make_clean(kind)
 
     def discard(self, chunk: ChunkState, kind: str) -> None:
-        """The copy has no use any more, in host memory or in storage."""
+        """The copy is no longer needed, in host memory or in storage."""
         with self.lock:
             entry = self.caches[kind].find(chunk)
             if entry is not None and entry.state is HostState.DIRTY:
@@ -307,7 +307,7 @@ class RecordMover:
                 self.lock.notify_all()
 
     def notify_readers(self) -> None:
-        """The answer of `HostCache.frees_soon` has changed: wake threads that wait for a slot."""
+        """The result of `HostCache.frees_soon` has changed: wake threads that wait for a slot."""
         with self.lock:
             self.lock.notify_all()
 
@@ -341,7 +341,7 @@ class RecordMover:
         return extent, entry.memory.buffer[: extent.nbytes]
 
     def _make_clean(self, kind: str) -> None:
-        """No slot of the kind can be had: write the dirty copy with the farthest next use, unless another slot becomes free soon."""
+        """No slot of the kind is available: write the dirty copy with the farthest next use, unless another slot becomes free soon."""
         if (entry := self.caches[kind].to_write()) is not None:
             entry.pin()
             Lease(self, entry.chunk, {kind: entry}).write_back()
@@ -364,9 +364,9 @@ class RecordMover:
         return f"{self.who}chunk {chunk.index} ({kind}): "
 
     def _grant(self, request: Request) -> bool:
-        """Give the request an entry: the one of its chunk, else one in a slot, whose read begins here. Called with the lock held.
+        """Grant the request the entry of the chunk, or a new entry in a slot. The read of a new entry begins here. Called with the lock held.
 
-        Returns False where no slot can be had yet. An error is the requester's; an interrupt is the caller's.
+        Returns False if no slot is available yet. The requester gets an error. The caller gets an interrupt.
         """
         chunk, kind, cache = request.chunk, request.kind, self.caches[request.kind]
         entry = cache.find(chunk)
@@ -400,7 +400,7 @@ class RecordMover:
         """A read could not begin: leave no entry."""
         entry = cache.entries.pop(chunk.index, None)
         if entry is not None and isinstance(error, Exception):
-            entry.memory.release()  # after an interrupt a read that nobody knows of may still fill the slot: the slot stays lost
+            entry.memory.release()  # after an interrupt, an unknown read may still fill the slot: the slot stays lost
 
     def _note_read(self, entry: Entry, what: tuple[int, str], start: float) -> None:
         transfer = entry.source

@@ -1,13 +1,14 @@
-"""Where a step is on the route that it is expected to take, and how far it is from there to the next use of what has a copy somewhere.
+"""The position of the current step on its route, and the distance from there to the next use of each copy.
 
-Knows routes, and what is under way for a chunk. Must not know how anything is moved: it is told where the step is, and answers. Only the
-training thread tells; other threads ask for distances.
+Knows routes, and the update and the gradient of a chunk. Must not know how bytes move. Only the training thread changes the position. Other
+threads read distances.
 """
 
 # [Note: steps that differ]
-# A step that leaves the route on which it was expected goes on along another known one where the last two ops follow each
-# other, else at the next place of its own route that has the op. What the plan there takes for fetched already is fetched
-# then. After the step its route is known, too, and which one followed which: models that alternate are expected right.
+# A step may leave the expected route. The step then continues on another known route, at a position where the last two ops follow each other.
+# If no known route has such a position, the step continues at the next position of the same op on its own route. The plan there assumes
+# that some spans were fetched earlier. The engine fetches these spans when an op needs them. After the step, the engine knows the new route
+# and the order of the two routes. So the engine expects the right route if a model alternates between routes.
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ from infinity.plan.schedule import Use
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.span_state import SpanState
 
-MAX_ROUTES = 8  # known at a time; the one that was taken longest ago is forgotten
+MAX_ROUTES = 8  # known at a time; the least recently used route is forgotten
 
 
 class Course:
-    """The routes that steps have taken, and the step under way on one of them."""
+    """The known routes, and the position of the current step on one of them."""
 
     def __init__(self):
-        self.trace: list[Use] = []  # of the step under way
-        self.routes: list[Route] = []  # the one that was taken last comes last
-        self.route: Route | None = None  # of the step under way, as far as is known
-        self.off_plan = True  # this step has left what was planned, or nothing was
+        self.trace: list[Use] = []  # of the current step
+        self.routes: list[Route] = []  # known routes; the most recently used one comes last
+        self.route: Route | None = None  # of the current step; None if no route is known
+        self.off_plan = True  # this step has left its plan, or has no plan
         self.in_backward = False  # a backward pass of the engine runs
         self.num_updates_begun = 0  # in this step
-        self._last_key: Hashable | None = None  # of the op before, in this step
+        self._last_key: Hashable | None = None  # of the previous op in this step
         self._recency = Recency()
 
     def begin_step(self) -> None:
@@ -46,16 +47,16 @@ class Course:
         self.in_backward = in_backward
 
     def note_update(self) -> None:
-        """One of this step has begun, or its turn is over."""
+        """An update of this step has begun, or is put off."""
         self.num_updates_begun += 1
 
     @property
     def has_begun(self) -> bool:
-        """Whether ops ran since `begin_step`, or something else interfered with what it had issued."""
+        """Whether an op has run since `begin_step`, or the step is off plan, as after a use of spans outside the ops."""
         return self.off_plan or (self.route is not None and self.route.cursor.position >= 0)
 
     def advance(self, key: Hashable) -> int | None:
-        """The op's position in a route, which may be another one from here on; None if no known one fits."""
+        """The position of the next op. This may change the route. Returns None if no known route fits."""
         previous, self._last_key = self._last_key, key
         route = self.route
         if route is None or route.cursor.expects(key):
@@ -70,12 +71,12 @@ class Course:
     def take(self, route: Route) -> None:
         """A step has taken this route."""
         if self.routes:
-            self.routes[-1].successor = route  # which it may be itself
+            self.routes[-1].successor = route  # may be the same route
         self.routes = [known for known in self.routes if known is not route][1 - MAX_ROUTES :] + [route]
         self.route = route
 
     def forget(self) -> None:
-        """Do without a plan until the next one is made."""
+        """Forget all routes. The engine runs without a plan until it makes the next one."""
         self.routes, self.route, self.off_plan = [], None, True
 
     def note_use(self, span: SpanState) -> None:
@@ -102,5 +103,5 @@ class Course:
         return to_gradient(self._distances, chunk.index, chunk.span.index, num_begun=self.num_updates_begun, in_use=in_use)
 
     def wants_again(self, chunk: ChunkState) -> bool:
-        """Whether a host copy of a chunk's weights will be wanted after the copy to the device that is under way."""
+        """Whether a chunk's host copy of the weights is needed again after the running copy to the device."""
         return self.route is not None and self.route.wants_weights(chunk.index, chunk.span.index, in_backward=self.in_backward)

@@ -3,7 +3,7 @@
 Knows storages, version counters and transfers. Must not know budgets, queues, or which storage moves next.
 """
 
-# [Note: what lives when]
+# [Note: life of a saved storage]
 #
 #     DEVICE --copy begun--> LEAVING --let go--> HOST --copied back--> HOME
 #                                                | ^
@@ -12,10 +12,10 @@ Knows storages, version counters and transfers. Must not know budgets, queues, o
 #
 # A storage of n bytes stays in DEVICE until n more bytes were saved, because the newest storage is needed first. With on_demand, a storage
 # also stays until host memory has room, while smaller storages leave. At most NUM_LEAVING storages are LEAVING at a time. DEVICE and LEAVING
-# hold a reference to the original. Before the engine drops the reference, the compute stream waits for the copy. So new data
-# overwrite the memory after the copy has read the old data. HOME is a new storage, which lives until the last saved tensor is dropped.
-# While the program keeps the original alive, nothing is copied back: the original is used. A tensor of no bytes that shares the version
-# counter tells whether the original was changed.
+# hold a reference to the original. Before the engine drops the reference, the compute stream waits for the copy. New data therefore
+# overwrites the memory after the copy has read the old data. HOME is a new storage, which lives until the last saved tensor is dropped.
+# While the program keeps the original alive, the engine uses the original and copies nothing back. A tensor without bytes shares the version
+# counter of the original, and shows whether the program has changed the original.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from infinity.system.lanes import Job, Need
 
 
 class StorageState(enum.Enum):
-    """Where the bytes of a storage are, see [Note: what lives when]."""
+    """The place of a storage's bytes, see [Note: life of a saved storage]."""
 
     DEVICE = "device"
     LEAVING = "leaving"

@@ -1,15 +1,15 @@
-"""A snapshot: a versioned lease of all records as they are at one moment, which a reader takes out while training changes them.
+"""A snapshot: all records as of one moment, for a reader that copies the records while training changes them.
 
-Knows records, and which thread is about to change one. Must not know who reads a snapshot, or where the bytes go.
+Knows records, and the thread that is about to change a record. Must not know the reader, or the destination of the bytes.
 
 # [Note: copies on write]
-# A snapshot is of the moment when it is made, between two steps. Each record is copied once, part by part, into staging buffers:
-#   - step() announced an update that has not begun: this update belongs to the snapshot. The update lane copies the record right after it.
+# A snapshot shows the records at its creation, between two steps. Each record is copied once, part by part, into staging buffers:
+#   - step() announced an update that has not begun: this update belongs to the snapshot. The update lane copies the updated record.
 #   - A thread is about to change or to move the record: this thread copies the record first. The record is in host memory then, so the
 #     copy needs no read.
-#   - Otherwise the reader asks for the record (`read`), in a thread of its own.
-# A part stays in its buffer until the reader has written it. A thread that copies waits for a free buffer. Training waits for nothing
-# else. The reader takes parts out with `next_part`, in a thread that asks for no record and so never waits for a thread that copies.
+#   - Otherwise the reader asks for the record (`read`), in a separate thread.
+# A part stays in its buffer until the reader has written it. A thread that copies waits for a free buffer, and training has no other wait.
+# The reader takes parts with `next_part`. The thread that takes parts requests no record, so this thread never waits for a copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Snapshot:
     """See [Note: copies on write]. A chunk has at most one snapshot at a time.
 
     versions: by chunk, the number of changes that the record has had in this snapshot. Equal versions of a record have equal bytes.
-    checksums: by chunk, once it is copied: one CRC-32C a segment. steps: by parameter, once it is copied: the number of its updates.
+    checksums: one CRC-32C a segment, by chunk, after the copy. steps: the number of updates, by parameter, after the copy.
     """
 
     def __init__(self, chunks: Sequence[ChunkState], records: RecordMover, updater: Updater, buffers: StagingBuffers):
@@ -77,7 +77,7 @@ class Snapshot:
             return not self._left and not self._parts
 
     def waits_for_step(self, index: int) -> bool:
-        """Whether the next step brings the record into host memory, so that a copy before would cost a read from NVMe."""
+        """Whether the next step brings the record into host memory. A copy before that step would cost a read from NVMe."""
         chunk = self._chunks[index]
         return index in self._after_update or (chunk.trainable and in_storage((chunk.weights_home, chunk.states_home)))
 
@@ -92,7 +92,7 @@ class Snapshot:
             return sorted(self._after_update)
 
     def read(self, index: int) -> None:
-        """Copy a record in this thread, unless it was copied or skipped, or its announced update has not run."""
+        """Copy a record in this thread, unless the record was copied or skipped, or the announced update has not run."""
         if index in self._left and index not in self._after_update:
             self._copy(self._chunks[index])
 
@@ -108,7 +108,7 @@ class Snapshot:
             return True
 
     def next_part(self, timeout_s: float) -> Part | None:
-        """Return the part that was copied first, or None if none came in time. Raises the error that ended the snapshot."""
+        """Return the oldest part, or None if no part came in time. Raises the error that ended the snapshot."""
         with self._lock:
             if not self._parts and self._left and self.error is None:
                 self._lock.wait(timeout_s)
@@ -119,12 +119,12 @@ class Snapshot:
         return None
 
     def check(self) -> None:
-        """Raise the error that ended the snapshot, if one did."""
+        """Raise the error that ended the snapshot, if any."""
         if self.error is not None:
             raise self.error
 
     def give_up(self, error: BaseException) -> None:
-        """No thread copies for this snapshot from now on. `next_part` raises the first error of all."""
+        """From now on, no thread copies for this snapshot. `next_part` raises the first error."""
         with self._lock:
             self.error = self.error or error
             self.buffers.fail(error)
@@ -155,8 +155,8 @@ class Snapshot:
     def _copy(self, chunk: ChunkState, lease: Lease | None = None) -> None:
         """Copy the record, unless another thread has. An error ends the snapshot, not the training.
 
-        A thread that waits here for another one waits for a copy and for buffers alone: no thread claims a record before it has the
-        record in memory.
+        A thread that waits here for another thread waits only for a copy and for buffers. No thread claims a record before the record is in
+        memory.
         """
         try:
             has_it = lease is not None or chunk.on_device
@@ -213,7 +213,7 @@ class Snapshot:
             padded = -(-count // PAGE_NBYTES) * PAGE_NBYTES
             ctypes.memset(region.address + count, 0, padded - count)  # so that equal states have equal files
             if part.device.type == "cpu":
-                # Not part.numpy(): the storage could not be resized any more, and the engine resizes it.
+                # Not part.numpy(): the engine resizes the storage later, which a NumPy array would forbid.
                 crc = aio_ext.crc32c((ctypes.c_char * count).from_address(part.data_ptr()), crc, into=region.buffer[:count])
             else:
                 region.tensor(part.dtype, 0, part.numel()).copy_(part)  # in the order of the compute stream

@@ -4,14 +4,14 @@ Knows spans, their parameters and device memory. Must not know plans, records or
 """
 
 # [Note: parameters that come and go]
-# A span owns one UntypedStorage for life. Eviction resizes the storage to 0, and a fetch resizes the same object back. So views that autograd
-# saved are valid again once the bytes are back. While the span is HOME, a parameter's `.data` is a view of the storage. Otherwise the data is
+# A span owns one UntypedStorage for life. Eviction resizes the storage to 0, and a fetch resizes the same object back. Views that autograd
+# saved are therefore valid again after a fetch. While the span is HOME, a parameter's `.data` is a view of the storage. Otherwise the data is
 # the parameter's placeholder: one element of NaN, expanded to the parameter's shape, so that shape and dtype stay true. The class of the
-# parameter decides who sees either ([Note: parameters with two classes] in parameters.py). Code in C that ignores the class finds NaN instead
-# of stale numbers, and the engine notices writes to the placeholder.
+# parameter decides which code may use the value ([Note: parameters with two classes] in parameters.py). Code in C that ignores the class finds
+# NaN instead of stale numbers, and the engine notices writes to the placeholder.
 #
-# The engine does not resize a storage while a tensor of the program looks into the storage, as `self.kept = self.weight.t()` does: reading
-# such a tensor would end the process. The span is away then, and the memory stays until the tensor is gone.
+# The engine does not resize a storage while a tensor of the program uses the storage, as after `self.kept = self.weight.t()`. A read of such a
+# tensor would crash the process. The span is AWAY then, and the memory stays until the tensor is deleted.
 #
 # [Note: weights written in forward]
 # An embedding with max_norm scales rows of the weight in forward. A changed row loses the residual of the old value. The engine finds changed
@@ -48,7 +48,7 @@ _SPAN_MOVES = {
     (Presence.FETCHING, Presence.HOME),
     (Presence.FETCHING, Presence.AWAY),
     (Presence.HOME, Presence.AWAY),
-    (Presence.HOME, Presence.FETCHING),  # gathered once more, for the sake of other ranks
+    (Presence.HOME, Presence.FETCHING),  # gathered again, because other ranks gather the span
 }
 
 
@@ -72,14 +72,14 @@ class SpanState:
         self.attached = False  # parameters point into the storage
         self.snapshot: torch.Tensor | None = None  # of `flat` after the last update, see [Note: weights written in forward]
         self.fetch: object | None = None  # of the pipeline, while FETCHING
-        self.num_aliases: int | None = None  # tensors that looked into the storage at the first hold after allocation
+        self.num_aliases: int | None = None  # tensors that used the storage at the first hold after the allocation
 
     def become(self, presence: Presence) -> None:
         assert (self.presence, presence) in _SPAN_MOVES, f"{self}: {presence} from {self.presence}"
         self.presence = presence
 
     def attach(self, layout: Layout) -> None:
-        """Let the parameters be views of the storage, which is whole."""
+        """Make the parameters views of the storage, which is complete."""
         if self.attached:
             return
         with DisableTorchFunctionSubclass():
@@ -94,7 +94,7 @@ class SpanState:
         self.attached = True
 
     def detach(self) -> list[ParameterState]:
-        """Let the parameters be placeholders; returns those that were written to in place while they were home."""
+        """Make the parameters placeholders. Returns the parameters that were written to in place while they were home."""
         written = self.written()
         if self.attached:
             with DisableTorchFunctionSubclass():
@@ -117,9 +117,9 @@ class SpanState:
         self.presence, self.attached, self.allocated = Presence.AWAY, False, False
 
     def written(self) -> list[ParameterState]:
-        """The parameters that were written to in place while they were home, such as by an embedding with max_norm, or given other data.
+        """The parameters that were written to in place while they were home, such as by an embedding with max_norm, or that got other data.
 
-        Raises UsageError where that is of another shape, dtype or device."""
+        Raises UsageError for data of another shape, dtype or device."""
         if not self.attached:
             return []
         for state in self.params:
@@ -127,15 +127,15 @@ class SpanState:
         return [state for state in self.params if state.is_written]
 
     def count_aliases(self) -> None:
-        """Count the tensors that look into the storage, before the program sees the storage."""
+        """Count the tensors that use the storage, before the program sees the storage."""
         if self.num_aliases is None and not self.pinned:
             self.num_aliases = self._num_aliases()
 
     @property
     def has_escaped(self) -> bool:
-        """Whether a program has kept a tensor that looks into the storage. A read of this tensor after the storage is freed would end the
-        process. False during a backward pass, which has such tensors of its own."""
-        if self.allocated and not self.storage.resizable():  # a NumPy array may look into the storage
+        """Whether the program has kept a tensor that uses the storage. A read of this tensor after the storage is freed would crash the
+        process. False during a backward pass, because autograd has such tensors."""
+        if self.allocated and not self.storage.resizable():  # a NumPy array may use the storage
             return True
         if self.num_aliases is None or (self.handles and autograd_runs()):
             return False
@@ -151,15 +151,16 @@ class SpanState:
 
 
 class DeviceTier:
-    """Device memory of all spans, with its budget. The training thread, or a thread that the training thread waits for, allocates and frees. Any thread may `book`.
+    """Device memory of all spans, and the budget. The training thread allocates and frees, or a thread that the training thread waits for.
+    Any thread may `book`.
 
-    on_allocated(nbytes): called after the memory of a span was allocated; None where nobody asks.
+    on_allocated(nbytes): called after an allocation for a span; None if no caller needs this.
     """
 
     def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None):
         self.on_allocated = on_allocated
         self.budget_nbytes = budget_nbytes  # for spans that are not pinned; `book` counts all other memory of the engine
-        self.limit_nbytes = budget_nbytes  # up to which ops under way may hold more than that
+        self.limit_nbytes = budget_nbytes  # up to this limit, running ops may hold more than the budget
         self.used_nbytes = 0
         self.other_nbytes = 0
         self.peak_nbytes = 0
@@ -169,7 +170,7 @@ class DeviceTier:
         return self.used_nbytes + nbytes <= self.budget_nbytes
 
     def allows(self, nbytes: int) -> bool:
-        """Whether an op that cannot go on without them may have them."""
+        """Whether an op may take these bytes if it cannot continue without them."""
         return self.used_nbytes + nbytes <= self.limit_nbytes
 
     def allocate(self, span: SpanState) -> None:
@@ -193,13 +194,13 @@ class DeviceTier:
             self.used_nbytes -= span.nbytes
 
     def book(self, nbytes: int) -> None:
-        """Count memory of the engine that is no span's: gradients under way, pinned spans, device states."""
+        """Count other memory of the engine: gradients in transit, pinned spans, optimizer states on the device."""
         with self._lock:
             self.other_nbytes += nbytes
         self._note_peak()
 
     def lend(self, nbytes: int) -> None:
-        """Take so many bytes from the budget of spans for another purpose, which books them. A negative number gives them back."""
+        """Take bytes from the budget of spans for another purpose, which books them. A negative number gives the bytes back."""
         self.used_nbytes += nbytes
         self.book(-nbytes)
 
@@ -216,7 +217,7 @@ class DeviceTier:
 
     @property
     def held_nbytes(self) -> int:
-        """All that the engine holds on the device."""
+        """All device memory that the engine holds."""
         return self.used_nbytes + self.other_nbytes
 
     def _note_peak(self) -> None:
@@ -224,16 +225,15 @@ class DeviceTier:
 
 
 def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:
-    """The error where those of all spans that are held do not fit together. Ops that come later may need still more: all spans are
-    enough."""
+    """The error if the spans that running ops hold do not fit together. Later ops may need still more. Room for all spans is always enough."""
     passing = [span for span in spans if not span.pinned]
     needed = sum(span.nbytes for span in passing if span.holds and not span.allocated)
     lacking = tier.used_nbytes + needed - tier.limit_nbytes
     lacking, most = (-(-3 * n // 2) for n in (lacking, max(lacking, sum(span.nbytes for span in passing) - tier.limit_nbytes)))  # see `place`
     kept = [span for span in passing if span.allocated and not span.holds and span.has_escaped]
     return BudgetError(
-        f"device_memory: the ops under way hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more, of "
-        f"{format_bytes(tier.limit_nbytes)} for weights. Raise device_memory by {lacking} bytes or more: {most} bytes more are enough for "
-        f"any op of this model."
-        + (f" Tensors that the program has kept look into {kept[0].params[0].name}'s memory, which is why it cannot go." if kept else "")
+        f"device_memory: the running ops hold {format_bytes(tier.used_nbytes)} and need {format_bytes(needed)} more. The limit for weights is "
+        f"{format_bytes(tier.limit_nbytes)}. Raise device_memory by {lacking} bytes or more: {most} bytes more are enough for any op of this "
+        f"model."
+        + (f" The program keeps tensors in the memory of {kept[0].params[0].name}, so the engine cannot free this memory." if kept else "")
     )

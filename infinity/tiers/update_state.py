@@ -46,14 +46,14 @@ _UPDATE_MOVES = {
 
 
 class UpdateState:
-    """The update of a chunk that is due, or the last one; see [Note: life of an update]. tiers/updates.py alone writes it."""
+    """The update of a chunk that is due, or the last one, see [Note: life of an update]. Only tiers/updates.py writes the fields."""
 
     __slots__ = ("hyper", "job", "stage")
 
     def __init__(self):
         self.stage = UpdateStage.IDLE
-        self.hyper = None  # of the update that is announced
-        self.job = None  # of the last one that has begun, but on the device
+        self.hyper = None  # Hyper of the announced update
+        self.job = None  # the last update that has begun, unless the record is on the device
 
     def become(self, stage: UpdateStage) -> None:
         assert (self.stage, stage) in _UPDATE_MOVES, f"an update is {stage.value} after it was {self.stage.value}"
@@ -61,18 +61,18 @@ class UpdateState:
 
     @property
     def is_expected(self) -> bool:
-        """Whether the update follows in this backward pass."""
+        """Whether the update comes later in this backward pass."""
         return self.stage in (UpdateStage.EXPECTED, UpdateStage.READY)
 
     @property
     def is_early(self) -> bool:
-        """Whether the backward pass has begun the update before step(), or has put the update off. Both count, so that the speed of drives
-        does not decide which calls are refused."""
+        """Whether the backward pass has begun the update before step(), or has put the update off. Both count, because the engine must refuse
+        the same calls at any speed of the drives."""
         return self.stage in (UpdateStage.EARLY, UpdateStage.PUT_OFF)
 
     @property
     def is_put_off(self) -> bool:
-        """Whether step() announces the update, which was to begin in this backward pass."""
+        """Whether the update was due in this backward pass, and step() will announce it."""
         return self.stage is UpdateStage.PUT_OFF
 
     @property

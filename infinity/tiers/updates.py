@@ -1,14 +1,14 @@
-"""The update of one chunk's record, in the place where it was read to: obtain it, compute, hand it to the writer.
+"""Updates one chunk's record in place: requests the record, computes in the slots of host memory, and passes the slots to the writer.
 
-Knows a chunk's segments, its gradient shard and the hyper-parameters of the step. Must not know what is computed
-(arithmetic.py), nor when a chunk is due: its callers decide that.
+Knows the segments and the gradient shard of a chunk, and the hyper-parameters of the step. Must not know the optimizer's arithmetic
+(arithmetic.py), or when a chunk is due: callers decide that.
 """
 
 # [Note: order of updates]
-# They are begun as gradients complete: those of the last ops first. The next forward pass wants the first ops' first, and where
-# updates take longer than the backward pass, it would wait for all of them. So a fetch hurries the update that it waits for:
-# it passes the others, if its gradient and its record have their places in host memory already. What waits for a slot keeps its turn
-# ([Note: order of grants] in slots.py).
+# Updates begin when gradients are complete, so the chunks of the last ops come first. The next forward pass needs the chunks of the first
+# ops first. If updates take longer than the backward pass, the forward pass would wait for all of them. Therefore a fetch hurries the update
+# that it waits for. The hurried update overtakes other updates if its gradient and its record are in host memory, and the gradient cannot
+# leave for NVMe. An update that waits for a slot keeps its turn ([Note: order of grants] in slots.py).
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from infinity.tiers.update_state import UpdateStage
 
 
 class Updater:
-    """Updates chunks in one lane, in the order in which they are begun, but for those that are hurried.
+    """Updates chunks in one lane, in the order of `begin`. Hurried updates overtake others.
 
-    deferred: updates follow step(), and no gradient waits for them. threads: of the host kernel. seed: of the random bits that round bf16
-    moments; None where moments are fp32.
+    deferred: updates follow step(), and no gradient waits for an update. threads: of the host kernel. seed: of the random bits that round bf16
+    moments; None for fp32 moments.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Updater:
         records: RecordMover,
         gradients: Gradients,
         course: Course,
-        rank: int,
         events: Events,
         *,
         deferred: bool,
@@ -53,7 +52,6 @@ class Updater:
         self.gradients = gradients
         self.chunks, self.params = gradients.registry.chunks, gradients.registry.params
         self.course = course
-        self.rank = rank
         self.events = events
         self.deferred = deferred
         self.threads = threads
@@ -62,48 +60,48 @@ class Updater:
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
 
     def moment(self, chunk: ChunkState) -> Moment:
-        """When it is to be updated."""
+        """When the chunk is updated."""
         in_memory = not in_storage((chunk.weights_home, chunk.states_home)) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
         return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
-        """A backward pass begins that updates the chunk, or does not."""
+        """A backward pass begins. comes: the pass updates the chunk."""
         if comes and chunk.update.stage is UpdateStage.IDLE:
             chunk.update.become(UpdateStage.EXPECTED)
         elif not comes and chunk.update.stage is UpdateStage.EXPECTED:
             chunk.update.become(UpdateStage.IDLE)
 
     def ready(self, chunk: ChunkState) -> None:
-        """Its gradients are complete; it begins as soon as nobody needs its weights."""
+        """The gradients of the chunk are complete. The update begins as soon as no op needs the weights."""
         chunk.update.become(UpdateStage.READY)
 
     def put_off(self, chunk: ChunkState) -> None:
-        """It follows step() instead of this backward pass."""
+        """Move the update of the chunk from this backward pass to the time after step()."""
         chunk.update.become(UpdateStage.PUT_OFF)
-        self.course.note_update()  # its turn in this pass is over
+        self.course.note_update()  # the chunk's turn in this pass is over
 
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """It begins when the chunk is next needed."""
+        """The update of the chunk begins when the chunk is needed next."""
         chunk.update.become(UpdateStage.ANNOUNCED)
         chunk.update.hyper = hyper
 
     def end_step(self) -> None:
-        """What has begun belongs to a step that is over; what has not, and is not announced, never will."""
+        """The step is over. Updates that have neither begun nor been announced never begin."""
         for chunk in self.chunks:
             if chunk.update.stage not in (UpdateStage.IDLE, UpdateStage.ANNOUNCED):
                 chunk.update.become(UpdateStage.IDLE)
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
-        """Update a chunk once its record and gradient are in host memory; nobody holds its device copy. early: before step()."""
+        """Update a chunk once its record and its gradient are in host memory. No op holds the device copy. early: before step()."""
         self._begin(chunk, hyper, early)
-        self.course.note_update()  # only now: what it asks for must not look like the last to be used again
+        self.course.note_update()  # after the requests: from here on, this record has the farthest next use
 
     def begin_announced(self, chunk: ChunkState) -> None:
-        """Begin the update that is announced for a chunk, of the step before."""
+        """Begin the announced update of a chunk. The update belongs to the previous step."""
         self._begin(chunk, chunk.update.hyper)
 
     def _begin(self, chunk: ChunkState, hyper: Hyper, early: bool = False) -> None:
-        gradient_job = chunk.gradient.hand_over()  # step() sees what came after
+        gradient_job = chunk.gradient.hand_over()  # step() sees later arrivals only
         if early or chunk.update.stage is not UpdateStage.IDLE:
             chunk.update.become(UpdateStage.EARLY if early else UpdateStage.IDLE)
         chunk.update.hyper = None
@@ -113,7 +111,7 @@ class Updater:
             self._push(chunk, self.gradients.send(chunk, gradient_job) if chunk.gradient_on_device else gradient_job, hyper)
 
     def finish(self, chunk: ChunkState) -> None:
-        """Wait for the chunk's update: before its next gradient arrives, or its record is read."""
+        """Wait for the chunk's update, before the next gradient arrives or the record is read. An announced update begins first."""
         if chunk.update.is_announced:
             self.begin_announced(chunk)
         if chunk.update.job is not None:
@@ -122,7 +120,7 @@ class Updater:
             self.events.wait("update", chunk.update.job, chunk.index)
 
     def _update_on_device(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
-        """In the training thread: on CUDA the compute stream orders it, on the CPU it has all cores."""
+        """Update a record on the device, in the training thread. The compute stream of CUDA orders the update. The CPU uses all cores."""
         gradient_job.wait()
         chunk.begin_change()
         with self.gradients.shard(chunk) as gradient:
@@ -132,8 +130,8 @@ class Updater:
 
     def _push(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
         copy_job = chunk.copy_job
-        with self.records.lock:  # at once, see RecordMover.obtain
-            # Its record may take the slot of what is needed sooner: the weights' only where gradients wait for this update.
+        with self.records.lock:  # both requests under one lock, see RecordMover.obtain
+            # An urgent request may take the slot of a copy with an earlier next use. Weights are urgent only if gradients wait for the update.
             weights = self.records.request(chunk, WEIGHTS, urgent=self.moment(chunk) is not Moment.FETCH)
             states = self.records.request(chunk, STATES, urgent=True)
 
@@ -145,25 +143,25 @@ class Updater:
 
         gradient_stays, needed = chunk.extents[GRADIENTS] is None, (gradient_job, weights, states, copy_job)
         if gradient_job.done:
-            self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
+            self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may be on NVMe
         with self.records.lock:
             self._users.append(gradient_job)
         chunk.update.job = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
 
     def hurry(self, chunk: ChunkState) -> None:
-        """A fetch waits for the chunk's update: see [Note: order of updates]."""
+        """A fetch waits for the chunk's update, see [Note: order of updates]."""
         if chunk.update.is_running:
             self.lane.hurry(chunk.update.job)
 
     def sum_squares(self, work: Callable[[], object]) -> Job:
-        """Run in the lane what needs a gradient and leaves it where it is."""
+        """Run a function in the lane. The function reads a gradient, and the gradient keeps its slot."""
 
         with self.records.lock:
             self._users.append(None)
         return self.lane.push(lambda: self._run(work, None))
 
     def drain(self) -> None:
-        """Wait until every update that was begun is over, whether it succeeded or not."""
+        """Wait until all updates that have begun are over, with or without success."""
         self.lane.drain()
 
     def close(self) -> None:
@@ -196,15 +194,14 @@ class Updater:
         lease.write_back(catch_up)
 
     def device_state(self, chunk: ChunkState) -> Shard:
-        """The record of a chunk that lives on the device."""
-        segments = {"weight": chunk.span.flat[chunk.chunk.shard_in_span(self.rank)], **chunk.device_states}
+        """The segments of a chunk's record on the device."""
+        segments = {"weight": chunk.weights_on_device, **chunk.device_states}
         return Shard(chunk.record.format, segments)
 
     def take_snapshot(self, chunk: ChunkState) -> None:
-        """Remember the shard's weights on the device, where that is asked for."""
+        """Copy the shard's weights to the span's snapshot on the device, if the span has one."""
         if chunk.span.snapshot is not None:
-            here = chunk.chunk.shard_in_span(self.rank)
-            chunk.span.snapshot[here] = chunk.span.flat[here]
+            chunk.span.snapshot[chunk.shard] = chunk.weights_on_device
 
     def _compute(self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper) -> Computed:
         start, on_device = now(), gradient.is_cuda

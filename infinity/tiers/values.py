@@ -1,6 +1,6 @@
-"""What parameters are worth: their first records, reading them back, and adopting what was written to them on the device.
+"""Values of parameters: writes the first records, reads and changes values, and adopts values that a program wrote on the device.
 
-Knows segments of records in host or device memory. Must not know when this is asked for. Every rank must call these at the same point.
+Knows segments of records in host or device memory. Must not know the time of a call. All ranks make each call at the same point.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.formats.format import Segment
-from infinity.optim.adam import split_master
+from infinity.optim.shard import codec_of
 from infinity.plan.record import STATES, WEIGHTS
 from infinity.plan.tiers import DEVICE, Tier
 from infinity.system.ranks import Ranks
@@ -24,7 +24,7 @@ from infinity.tiers.updates import Updater
 
 
 class Values:
-    """Reads and writes whole parameters. An update of a chunk that is announced or under way comes first."""
+    """Reads and writes whole parameters. Each method first finishes the chunk's announced or running update."""
 
     def __init__(
         self,
@@ -41,10 +41,8 @@ class Values:
         self.ranks = ranks
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
-        """The parameter's segments by name, whole, on the CPU, as they are stored: in its shape where each element has a value.
-
-        weight_only: one entry "weight", as the device has it.
-        """
+        """The segments of the whole parameter by name, on the CPU, in the dtypes of the record. A segment with one value for each element has
+        the parameter's shape. Other segments are 1-D. weight_only: only the entry "weight", in the compute dtype."""
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
             self.updater.finish(chunk)
@@ -65,10 +63,8 @@ class Values:
 
     @torch.no_grad()
     def write_weight(self, state: ParameterState, value: torch.Tensor) -> None:
-        """Make value, 1-D on the CPU in any floating dtype, the parameter's weight and its master. Moments stay.
-
-        Where value has the weight's dtype, an element that is not changed keeps its master.
-        """
+        """Set the weight and the master of a parameter. Moments stay. value: 1-D [numel] on the CPU, of any floating dtype. If value has the
+        dtype of the weight, the elements that do not change keep their masters."""
         for chunk in self.registry.chunks_of(state):
             self.updater.finish(chunk)
             self.keep_written(chunk.span)
@@ -84,15 +80,14 @@ class Values:
                             part = torch.where(same, on_cpu.masters(), part.float())
                         there.put(part)
             self.updater.take_snapshot(chunk)
-            if chunk.on_device and self.ranks.world > 1:
+            if chunk.on_device and self.ranks.are_several:
                 piece = chunk.whole_pieces[state.index]
                 part = value[piece.param_start : piece.param_start + piece.numel]
-                if chunk.span.dtype is torch.bfloat16:
-                    part, _ = split_master(part.float().contiguous())
-                chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel].copy_(part)
+                there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
+                there.copy_(codec_of(chunk.record.format).rounded(part))
 
     def keep_written(self, span: SpanState) -> None:
-        """Make what forward passes wrote to a span that is still home its value."""
+        """Adopt the values that forward passes wrote to parameters of a HOME span."""
         written = span.written()
         if written:
             self.adopt(span, written)
@@ -101,9 +96,9 @@ class Values:
 
     @torch.no_grad()
     def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
-        """Make what is in a span's device storage its value; an element that changed is its own master. Where nothing tells which ones did,
-        all of the written parameters count as changed."""
-        if self.ranks.world > 1:
+        """Copy the contents of a span's device storage to the records. The new value of a changed element is also its master. before: the
+        contents before the write. Without `before`, a snapshot and a host copy, all elements of `written` count as changed."""
+        if self.ranks.are_several:
             values = span.flat.cpu()
             self.ranks.broadcast_(values)
             span.flat.copy_(values)
@@ -112,20 +107,19 @@ class Values:
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
             self.updater.finish(chunk)
-            here = chunk.chunk.shard_in_span(self.ranks.rank)
-            new = span.flat[here]
+            new = chunk.weights_on_device
             with self.shard(chunk, change=True) as shard:
                 before_here = before if before is not None else span.snapshot
                 if before_here is None and chunk.on_device:
                     changed = self._parts_of(chunk, written)
                 else:
-                    old = before_here[here] if before_here is not None else shard.codec.weights(shard).to(new.device)
+                    old = before_here[chunk.shard] if before_here is not None else shard.codec.weights(shard).to(new.device)
                     changed = as_integers(new) != as_integers(old)
                 shard.codec.adopt(shard, new, changed)
             self.updater.take_snapshot(chunk)
 
     def _parts_of(self, chunk: ChunkState, params: Sequence[ParameterState]) -> torch.Tensor:
-        """Which elements of a shard are of these parameters, on the device."""
+        """A mask of the shard's elements that belong to these parameters: bool [shard_used] on the device."""
         found = torch.zeros(chunk.record.numel, dtype=torch.bool, device=chunk.span.flat.device)
         indices = {state.index for state in params}
         for piece in chunk.pieces:
@@ -135,7 +129,7 @@ class Values:
 
     @torch.no_grad()
     def write_first(self, span: SpanState, values: dict[int, torch.Tensor]) -> None:
-        """Write the first records of a span's chunks, and free its parameters. values: by parameter, 1-D in any floating dtype."""
+        """Write the first records of a span's chunks, and make the parameters placeholders. values: by parameter, 1-D, any floating dtype."""
         for chunk in self.registry.chunks_in(span):
             if chunk.on_device:
                 self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
@@ -150,8 +144,8 @@ class Values:
 
     @contextlib.contextmanager
     def filled(self, chunk: ChunkState, *, is_first: bool = False):
-        """The shard's segments by name, zero, to be filled with another record inside the block; or with the first one, for which memory
-        that is the record's own is zero already."""
+        """The segments of the shard, set to zero. The caller fills them inside the block. is_first: this is the first record, and resident
+        memory is still zero."""
         if chunk.on_device:
             chunk.begin_change()
             shard = self.updater.device_state(chunk)
@@ -169,7 +163,7 @@ class Values:
             yield shard
 
     def to_device(self, chunk: ChunkState) -> None:
-        """Move a record to the device, where its weights are; its home keeps its place, and no value. No update of it is under way."""
+        """Move a record, which no update is using, to the device. The weights are there already. The old home keeps the place, but no value."""
         with self.records.lease(chunk, STATES) as lease:
             states = lease.entries[STATES].memory.tensor(torch.uint8, 0, chunk.record.states_nbytes).to(chunk.span.flat.device, copy=True)
         self._place_states(chunk, states)
@@ -178,7 +172,7 @@ class Values:
             self.records.discard(chunk, kind)
 
     def to_home(self, chunk: ChunkState, weights_home: Tier, states_home: Tier) -> None:
-        """Send a record that was moved to the device back; its weights may stay there as a copy."""
+        """Move a record from the device back to its homes. A copy of the weights may stay on the device."""
         state = self.updater.device_state(chunk)
         with self.records.lease(chunk, write=True, fresh=True) as lease:
             for name, segment in lease.shard.items():
@@ -188,32 +182,32 @@ class Values:
         self.tier.book(-chunk.record.states_nbytes)
 
     def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:
-        """Let a record's states be in device memory, uint8 [states_nbytes]: in one block, however many they are."""
+        """Make device memory the place of a record's states. memory: uint8 [states_nbytes], one block for all states."""
         chunk.device_states = segments(
             chunk.record, STATES, lambda dtype, offset, numel: memory[offset : offset + numel * dtype.itemsize].view(dtype)
         )
         self.tier.book(chunk.record.states_nbytes)
 
     def keeps_snapshot(self, span: SpanState) -> bool:
-        """Whether, on the device, it needs one; see [Note: weights written in forward] in span_state.py."""
+        """Whether the span needs a snapshot while its records are on the device: [Note: weights written in forward] in span_state.py."""
         masters = {segment.name for chunk in self.registry.chunks_in(span) for segment in chunk.record.segments}
         return bool(masters & {"residual", "master"}) and any(state.written_in_forward for state in span.params)
 
     def make_snapshot(self, span: SpanState) -> None:
-        """Make the span's first snapshot, its records having come to the device, if it needs one."""
+        """Make the first snapshot after the span's records have moved to the device, if the span needs one."""
         if self.keeps_snapshot(span):
             span.snapshot = span.flat.clone()
             self.tier.book(span.nbytes)
 
     def drop_snapshot(self, span: SpanState) -> None:
-        """Its records have left."""
+        """Free the snapshot after the span's records have left the device."""
         if span.snapshot is not None:
             span.snapshot = None
             self.tier.book(-span.nbytes)
 
     @contextlib.contextmanager
     def shard(self, chunk: ChunkState, *, change: bool = False, weight_only: bool = False):
-        """The shard's segments as host tensors; with `change` they are written back."""
+        """The segments of the shard. change: the record keeps changes that the block makes. Only such segments may be on the device."""
         if chunk.on_device:
             if change:
                 chunk.begin_change()

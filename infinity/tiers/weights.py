@@ -1,7 +1,7 @@
 """Moves the weights of spans: read, copied to the device, gathered from the ranks, evicted.
 
-The training thread calls this file; the lanes of fetch_lanes.py run the jobs that it issues. Knows where the bytes of a span are. Must not know
-modules, autograd or optimizers. The next move is the decision of engine/steps/plan_follower.py.
+The training thread calls this file, and the lanes of fetch_lanes.py run the jobs. Knows the places of a span's bytes. Must not know modules,
+autograd or optimizers. engine/steps/plan_follower.py decides the next move.
 """
 
 # [Note: who waits for whom]
@@ -12,11 +12,11 @@ modules, autograd or optimizers. The next move is the decision of engine/steps/p
 #     cg lane            |--copy i+2------->      waits for the read (or update) of i+2
 #     gg lane            |--gather i+1---->       waits for the copy of i+1
 #
-# The training thread allocates and frees the memory of spans, on the compute stream, before it queues the op. While a checkpoint is loaded, a
-# thread that the training thread waits for does so. A copy waits for the event recorded at the allocation. The op waits for the event recorded
-# after the copy or the gather. (Lanes allocate some memory of gradients on their own streams: gg the shard of a reduction, gc the gradient of
-# a record on the device.) A lane runs its jobs in the order in which the training thread issued them, which is the order of the plan. So
-# collectives have one order on all ranks. A job waits only for jobs that were issued earlier, so there is no circle of waits.
+# The training thread allocates and frees the memory of spans, on the compute stream, before the op is queued. While a checkpoint is loaded, a
+# thread that the training thread waits for does this. A copy waits for the event recorded at the allocation. The op waits for the event
+# recorded after the copy or the gather. (Lanes allocate some memory of gradients on their own streams: gg the shard of a reduction, gc the
+# gradient of a record on the device.) The training thread issues jobs in the order of the plan, and each lane keeps this order. Collectives
+# therefore have one order on all ranks. A job waits only for jobs that were issued earlier. So there is no circle of waits.
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from infinity.tiers.values import Values
 
 
 class Weights:
-    """Moves spans to the device and frees them there. A span is up to date when it moves: an announced update begins before the
-    read, and a value that the program wrote to a parameter is adopted before the span leaves.
+    """Moves spans to the device and frees them there. Before the read, an announced update of the span begins. Before the span leaves, values
+    that the program wrote to parameters are adopted.
 
-    gather_lane, gather_stream: as of `FetchLanes`. make_way(), given after construction, releases holds that can be taken again later, if an
-    op finds no room.
+    gather_lane, gather_stream: see `FetchLanes`. make_way(): set after construction, called if an op finds no room, releases holds that can be
+    taken again later.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Weights:
         self.course = course
         self.device = device
         self.events = events
-        self.make_way: Callable[[], bool] = lambda: False  # returns whether it released anything
+        self.make_way: Callable[[], bool] = lambda: False  # returns whether a hold was released
         self.lanes = FetchLanes(self.records, self.ranks, gather_lane, gather_stream, device, events)
         self.num_ahead = self.num_late = 0  # fetches issued before an op needed them, and fetches that the op issued itself
         self.dropped: deque = deque()  # holds of handles that died, in any thread
@@ -78,7 +78,7 @@ class Weights:
         self.course.note_use(span)
 
     def release(self, span: SpanState) -> None:
-        """One need less. The next acquire evicts the span, not this."""
+        """One hold less. Does not evict the span: the next acquire does."""
         span.holds -= 1
         assert span.holds >= 0, span
         if not span.holds:
@@ -125,7 +125,7 @@ class Weights:
             raise
 
     def bring(self, span: SpanState) -> None:
-        """Make the span whole on the device, and let its parameters point there."""
+        """Bring all bytes of the span to the device, and let the parameters point there."""
         if span.presence is Presence.AWAY:
             self.copy(span, needed=True)
         if span.presence is Presence.FETCHING:
@@ -166,12 +166,12 @@ class Weights:
                 self.records.request(chunk, WEIGHTS, pin=False)
 
     def copy(self, span: SpanState, *, needed: bool) -> None:
-        """Allocate the span and copy its shards there. A copy ahead that finds no room is left out.
+        """Allocate the span and copy the shards there. A copy ahead without room is skipped.
 
-        With several ranks, a span that the plan counts as evicted, and an op still holds here, is fetched again: other ranks may have freed
-        the span, and gather it next. The span receives the same bytes.
+        With several ranks, the plan may count a span as evicted that an op still holds on this rank. Such a span is fetched again: other ranks
+        may have freed the span, and gather the span next. The span receives the same bytes.
         """
-        again = span.evict_pending and span.presence is Presence.HOME and self.ranks.world > 1
+        again = span.evict_pending and span.presence is Presence.HOME and self.ranks.are_several
         span.evict_pending = False
         if span.presence is not Presence.AWAY and not again:
             return
@@ -205,8 +205,8 @@ class Weights:
             self.records.drop(chunk, WEIGHTS)
 
     def gather(self, span: SpanState) -> None:
-        """With several ranks, exchange the shards that are copied to the span."""
-        if self.ranks.world == 1 or span.presence is not Presence.FETCHING:
+        """With several ranks, all-gather the shards of the span."""
+        if not self.ranks.are_several or span.presence is not Presence.FETCHING:
             return
         for fetch in span.fetch:
             if fetch.gather is None:
@@ -215,7 +215,7 @@ class Weights:
                 fetch.gather = self.lanes.gather(fetch, order)
 
     def evict(self, span: SpanState) -> None:
-        """Free the span. A span with holds is freed after its last release; the plan counts it as evicted from now on."""
+        """Free the span. A span with holds is freed after the last release. From now on, the plan counts the span as evicted."""
         if span.holds:
             span.evict_pending = True
             self._postponed.append(span)
@@ -249,7 +249,7 @@ class Weights:
         return needed
 
     def invalidate(self, span: SpanState) -> None:
-        """An update makes the device copy stale; the span has no holds. A record on the device is updated in place."""
+        """An update makes the device copy stale. The span has no holds. A record on the device is updated in place."""
         assert not span.holds, f"{span} is updated while an op holds it"
         if span.presence is Presence.FETCHING:
             self.settle(span)
@@ -261,13 +261,13 @@ class Weights:
             self.tier.free(span)
 
     def _stays(self, span: SpanState) -> bool:
-        """Whether the span is whole on the device also after an update."""
-        return self.ranks.world == 1 and all(chunk.on_device for chunk in self.registry.chunks_in(span))
+        """Whether all bytes of the span stay on the device after an update."""
+        return not self.ranks.are_several and all(chunk.on_device for chunk in self.registry.chunks_in(span))
 
     # Waiting.
 
     def settle(self, span: SpanState) -> None:
-        """Wait until the fetch of the span is over. Each wait is charged to its link."""
+        """Wait until the fetch of the span is over. Each wait is counted by link."""
         for fetch in span.fetch:
             if fetch.request is not None and not fetch.copy.done:
                 self.records.hurry(fetch.request)
@@ -286,7 +286,7 @@ class Weights:
         for job in jobs:
             with contextlib.suppress(Exception):  # the first error is raised; no job may outlive the storage
                 job.wait()
-        if all(job.done for job in jobs):  # else the lane was abandoned, and may still write to this memory
+        if all(job.done for job in jobs):  # an abandoned lane may still write to this memory
             span.fetch = None
             span.become(Presence.AWAY)
             if not span.pinned:

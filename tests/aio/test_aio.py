@@ -1,7 +1,7 @@
-"""aio_ext: every byte arrives, or one typed error says why not; order, priorities, threads, fork, signals and exit.
+"""aio_ext: all bytes arrive, or one typed error gives the reason; also order, priorities, threads, fork, signals and exit.
 
-Runs on the filesystem of pytest's tmp_path, which must be a real one: tmpfs hides alignment faults. Long because faults,
-signals, sizes, threads, forks and order all need the same queue, file and way to inject faults.
+The tests need a real filesystem below pytest's tmp_path, because tmpfs hides alignment errors. This file is long because all
+tests need the same queue, file and injected faults.
 """
 
 import ctypes
@@ -29,13 +29,13 @@ import aio_ext
 from aio_ext import _aio
 
 BLOCK = 64 << 10
-SECONDS = 30  # after which a request is taken to be lost
+SECONDS = 30  # a request that takes longer counts as lost
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def direct(tmp_path):
-    """A function size -> fd of a new O_DIRECT file with random bytes, and these bytes."""
+    """Return a function: nbytes -> (fd of a new O_DIRECT file with random bytes, these bytes)."""
     fds = []
 
     def make(nbytes=0):
@@ -45,7 +45,7 @@ def direct(tmp_path):
         try:
             fds.append(os.open(path, os.O_RDWR | os.O_DIRECT))
         except OSError:
-            pytest.skip("tmp_path takes no O_DIRECT")
+            pytest.skip("the filesystem of tmp_path refuses O_DIRECT")
         return fds[-1], data
 
     yield make
@@ -54,7 +54,7 @@ def direct(tmp_path):
 
 
 def content(fd, nbytes, offset=0):
-    """What the file holds, read without aio."""
+    """Bytes of the file, read without aio."""
     plain = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     try:
         return os.pread(plain, nbytes, offset)
@@ -63,7 +63,7 @@ def content(fd, nbytes, offset=0):
 
 
 def plug(queue, fd, seconds=0.3):
-    """Occupy a queue that has room for one block: a write that reaches the kernel `seconds` late."""
+    """Fill a queue that has room for one block, by a write that reaches the kernel `seconds` late."""
     _aio._inject("write", 0, 1, None, delay=seconds)
     return queue.write(fd, memory(4096), 1 << 30, priority=aio_ext.DEMAND)
 
@@ -115,7 +115,7 @@ def test_random_sizes_and_offsets_arrive_on_a_buffered_file(tmp_path):
     os.close(fd)
 
 
-def test_no_bytes_is_done_at_once(direct):
+def test_a_request_of_zero_bytes_is_done_at_once(direct):
     fd, _ = direct()
     with aio_ext.Queue() as queue:
         ticket = queue.read(fd, bytearray(), 12345)
@@ -123,7 +123,7 @@ def test_no_bytes_is_done_at_once(direct):
         assert queue.stats()["num_blocks"] == 0
 
 
-def test_any_contiguous_buffer_serves(tmp_path):
+def test_any_contiguous_buffer_is_accepted(tmp_path):
     numpy = pytest.importorskip("numpy")
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     data = numpy.arange(3000, dtype="int16").reshape(3, 10, 100)
@@ -158,8 +158,8 @@ def test_bytes_in_the_kernel_are_bounded(direct, inflight_nbytes, peak):
 
 
 @pytest.mark.parametrize("limit, most", [(1, 1), (2 * BLOCK, 2), (3 * BLOCK - 1, 2), (None, 6), (9 * BLOCK, 6)])
-def test_writes_in_the_kernel_have_a_bound_of_their_own(direct, limit, most):
-    """Writes are held back late in the kernel, so those that are there can be counted; reads still pass."""
+def test_writes_in_the_kernel_have_their_own_limit(direct, limit, most):
+    """Injected delays keep writes in flight, where the test counts them. Reads still pass."""
     fd, data = direct(16 * BLOCK)
     with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=6 * BLOCK, inflight_write_nbytes=limit) as queue:
         assert queue.inflight_write_nbytes == min(limit or 6 * BLOCK, 6 * BLOCK)
@@ -174,10 +174,10 @@ def test_writes_in_the_kernel_have_a_bound_of_their_own(direct, limit, most):
         assert write.wait() and read.wait() and back == data[12 * BLOCK : 13 * BLOCK]
 
 
-# ---- faults: promise 1 ----
+# ---- faults ----
 
 NUM_BLOCKS = 5
-FAULTS = {  # result to inject, errno if it comes once (None: it heals), errno if it comes always
+FAULTS = {  # injected result, errno of one fault (None: the queue recovers), errno of a permanent fault
     "EIO": (-errno.EIO, errno.EIO, errno.EIO),
     "ENOSPC": (-errno.ENOSPC, errno.ENOSPC, errno.ENOSPC),
     "EINVAL": (-errno.EINVAL, errno.EINVAL, errno.EINVAL),
@@ -205,26 +205,26 @@ def test_a_fault_ends_in_correct_bytes_or_in_one_typed_error(direct, fault, op, 
             assert ticket.wait()
             assert (bytes(buffer) == before) if op == "read" else (content(fd, len(before)) == asked)
         else:
-            for _ in range(2):  # the same answer each time
+            for _ in range(2):  # each wait raises the same error
                 with pytest.raises(OSError) as caught:
                     ticket.wait()
                 assert caught.value.errno == expected
                 assert f"{op} of fd {fd} at file offset " in str(caught.value)
             offset = int(str(caught.value).split("file offset ")[1].split(":")[0])
-            # EAGAIN is repeated for a while, and meets every later block, too: any of them may give up first.
+            # EAGAIN is retried for a second and then meets every later block, too. Any of these blocks may fail first.
             last = NUM_BLOCKS - 1 if fault == "EAGAIN" else block
             assert block * BLOCK <= offset < (last + 1) * BLOCK
             assert ticket.done and queue.stats()["num_errors"] == 1
         assert _aio._inject() >= 1
-        back = memory(BLOCK)  # the queue still works
+        back = memory(BLOCK)  # the queue still transfers bytes
         queue.write(fd, buffer[:BLOCK], 0)
         assert queue.read(fd, back, 0).wait() and back == buffer[:BLOCK]
 
 
-def test_of_several_failures_the_lowest_offset_is_told(direct):
+def test_the_failure_with_the_lowest_offset_is_reported(direct):
     fd, _ = direct(8 * BLOCK)
     with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=8 * BLOCK) as queue:
-        _aio._inject("read", 3, 1, -errno.EIO, delay=0.05)  # comes back last
+        _aio._inject("read", 3, 1, -errno.EIO, delay=0.05)  # completes last
         _aio._inject("read", 4, -1, -errno.EINVAL)
         with pytest.raises(OSError, match=f"file offset {3 * BLOCK}: asked for {BLOCK} bytes, got 0"):
             queue.read(fd, memory(8 * BLOCK), 0).wait()
@@ -232,7 +232,7 @@ def test_of_several_failures_the_lowest_offset_is_told(direct):
 
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("missing", [1, 100, 511, 513, 4097, BLOCK - 1])
-def test_a_direct_transfer_goes_on_from_an_aligned_offset(direct, op, missing):
+def test_a_short_direct_transfer_continues_at_an_aligned_offset(direct, op, missing):
     fd, before = direct(NUM_BLOCKS * BLOCK)
     buffer = memory(NUM_BLOCKS * BLOCK)
     asked = bytes(buffer)
@@ -245,7 +245,7 @@ def test_a_direct_transfer_goes_on_from_an_aligned_offset(direct, op, missing):
     assert stats[f"{op}_nbytes"] == len(before) and stats["num_repeats"] >= NUM_BLOCKS
 
 
-def test_a_failed_request_does_not_poison_its_neighbours(direct):
+def test_a_failed_request_does_not_affect_other_requests(direct):
     fd, data = direct(64 * BLOCK)
     with aio_ext.Queue(block_nbytes=BLOCK) as queue:
         _aio._inject("read", 0, 16, -errno.EIO, every=4)
@@ -271,7 +271,7 @@ def test_reading_past_the_end_is_an_error(direct):
             assert caught.value.errno == errno.EIO
 
 
-def test_misalignment_is_named(direct):
+def test_a_misaligned_request_names_the_alignment(direct):
     fd, _ = direct(2 * BLOCK)
     unit = aio_ext.direct_alignment(fd)[1]
     with aio_ext.Queue() as queue:
@@ -293,14 +293,14 @@ def test_a_bad_descriptor_is_an_error(direct):
 
 
 def without_libaio(monkeypatch, folder):
-    """Processes that start from now on find files of its names that are no libraries."""
+    """Make later processes find files with the names of libaio that are no libraries."""
     folder.mkdir()
     for name in ("libaio.so.1", "libaio.so.1t64"):
         (folder / name).touch()
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
 
 
-def test_without_libaio_all_but_transfers_goes_on_and_these_say_what_to_install(tmp_path, monkeypatch):
+def test_without_libaio_only_transfers_fail_and_name_the_package(tmp_path, monkeypatch):
     without_libaio(monkeypatch, tmp_path / "libraries")
     source = """
         import errno, os, sys
@@ -357,16 +357,16 @@ def test_a_full_filesystem_is_an_error(tmp_path):
     mount = ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"]
     try:
         if subprocess.run(mount, capture_output=True).returncode:
-            pytest.skip("no private mounts here")
+            pytest.skip("this machine allows no private mounts")
     except FileNotFoundError:
-        pytest.skip("no unshare here")
+        pytest.skip("this machine has no unshare")
     command = mount[:4] + [mount[4] + f' && exec {sys.executable} -c "$SOURCE" {tmp_path}']
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SOURCE": textwrap.dedent(source)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout == "typed\n", done.stderr
 
 
-# ---- refusals of the kernel: promise 2 ----
+# ---- refusals of the kernel ----
 
 
 @pytest.mark.few(1)
@@ -382,10 +382,10 @@ def test_a_thousand_refused_submits_lose_nothing(direct, result):
             fired += _aio._inject()
             _aio._inject("io_submit", 0, 1000 - fired, result, every=2)
         stats = queue.stats()
-    assert stats["num_wakeups"] < 20 * stats["num_blocks"]  # it slept in between
+    assert stats["num_wakeups"] < 20 * stats["num_blocks"]  # the I/O thread slept in between
 
 
-def test_a_submit_that_fails_fails_its_request_alone(direct):
+def test_a_failed_submit_fails_only_its_request(direct):
     fd, data = direct(48 * 4096)
     with aio_ext.Queue(block_nbytes=4096) as queue:
         _aio._inject("io_submit", 0, 1, -errno.EIO)
@@ -400,7 +400,7 @@ def test_a_submit_that_fails_fails_its_request_alone(direct):
 
 
 @pytest.mark.parametrize("block_kib, least", [(2048, 2), (1024, 4), (512, 4), (64, 4), (640, 6)])
-def test_no_submit_has_more_than_a_mebibyte_of_several_blocks(direct, block_kib, least):
+def test_a_submit_of_several_blocks_has_at_most_one_mebibyte(direct, block_kib, least):
     fd, data = direct(4 << 20)
     with aio_ext.Queue(block_nbytes=block_kib << 10) as queue:
         back = memory(len(data), 0)
@@ -409,11 +409,11 @@ def test_no_submit_has_more_than_a_mebibyte_of_several_blocks(direct, block_kib,
     assert least <= stats["num_submits"] <= stats["num_blocks"]
 
 
-def test_endless_refusal_is_an_error_and_no_spin(direct):
+def test_endless_eagain_is_an_error_without_a_busy_loop(direct):
     fd, _ = direct(BLOCK)
     with aio_ext.Queue() as queue:
         _aio._inject("io_submit", 0, -1, -errno.EAGAIN)
-        with pytest.raises(OSError, match="kept refusing") as caught:
+        with pytest.raises(OSError, match="refused the transfer for one second") as caught:
             queue.read(fd, memory(BLOCK), 0).wait()
         assert caught.value.errno == errno.EAGAIN
         assert queue.stats()["num_wakeups"] < 100
@@ -429,7 +429,7 @@ def test_interrupted_completions_are_fetched_again(direct):
         assert queue.read(fd, back, 0).wait() and back == data
 
 
-def test_a_broken_context_fails_all_and_hangs_nothing(direct):
+def test_a_broken_context_fails_all_requests_without_a_hang(direct):
     fd, data = direct(64 * 4096)
     queue = aio_ext.Queue(block_nbytes=4096, inflight_nbytes=4096)
     first = plug(queue, fd, 0.05)
@@ -444,7 +444,7 @@ def test_a_broken_context_fails_all_and_hangs_nothing(direct):
     queue.close()
 
 
-def test_depth_is_halved_until_granted_and_it_says_so():
+def test_depth_is_halved_until_granted_with_a_warning():
     _aio._inject("io_setup", 0, 3, -errno.EAGAIN)
     with pytest.warns(RuntimeWarning, match="depth of 8 of the 64.*aio-max-nr"), aio_ext.Queue(depth=64) as queue:
         assert queue.depth == 8
@@ -455,9 +455,9 @@ def test_depth_is_halved_until_granted_and_it_says_so():
     assert caught.value.errno == errno.EAGAIN
 
 
-def test_a_warning_turned_error_leaves_no_queue_behind():
+def test_a_warning_raised_as_an_error_leaves_no_queue():
     left = []
-    gc.collect()  # of other tests' exceptions
+    gc.collect()  # frees queues in exceptions of earlier tests
     for _ in range(5):
         _aio._inject("io_setup", 0, 1, -errno.EAGAIN)
         with warnings.catch_warnings(), pytest.raises(RuntimeWarning):
@@ -465,10 +465,10 @@ def test_a_warning_turned_error_leaves_no_queue_behind():
             aio_ext.Queue()
         _aio._inject()
         left.append((sys.getrefcount(aio_ext.Queue), len(os.listdir("/proc/self/fd"))))
-    assert left[1:] == [left[1]] * 4  # the first call fills caches
+    assert left[1:] == [left[1]] * 4  # the first call fills caches of Python
 
 
-# ---- signals: promise 3 ----
+# ---- signals ----
 
 
 def signal_storm(direct, num_signals):
@@ -480,7 +480,7 @@ def signal_storm(direct, num_signals):
         delivered += 1
 
     before = signal.signal(signal.SIGALRM, count)
-    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)  # SIGPROF has the kernel's tick: 4 ms here
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)  # SIGPROF comes with the kernel's tick only: 4 ms
     try:
         with aio_ext.Queue(block_nbytes=BLOCK) as queue:
             while delivered < num_signals:
@@ -533,7 +533,7 @@ def test_a_wait_can_be_interrupted_and_repeated(direct):
         signal.signal(signal.SIGALRM, before)
 
 
-# ---- order: promise 21 ----
+# ---- order ----
 
 
 def ordering(fd, unit, num_rounds, seed):
@@ -585,7 +585,7 @@ def test_writes_of_the_same_bytes_land_in_order(direct):
     assert content(fd, 4096) == bytes([49]) * 4096
 
 
-def test_reads_of_the_same_bytes_wait_for_nobody(direct):
+def test_reads_of_the_same_bytes_do_not_wait_for_each_other(direct):
     fd, _ = direct(4096)
     with aio_ext.Queue() as queue:
         _aio._inject("read", 0, 1, None, delay=0.3)
@@ -593,7 +593,7 @@ def test_reads_of_the_same_bytes_wait_for_nobody(direct):
         assert queue.read(fd, memory(4096), 0).wait() and not late.done
 
 
-def test_a_failed_write_lets_go_those_that_wait(direct):
+def test_a_failed_write_unblocks_the_requests_behind_it(direct):
     fd, data = direct(4096)
     with aio_ext.Queue() as queue:
         _aio._inject("write", 0, 1, -errno.EIO, delay=0.05)
@@ -605,7 +605,7 @@ def test_a_failed_write_lets_go_those_that_wait(direct):
 
 
 def first_served(queue, submit):
-    """Which of the tickets that `submit` makes reaches the kernel first: it is the one that fails."""
+    """Indices of the tickets of `submit` that fail: the first read and the first write that reach the kernel."""
     tickets = submit()
     for op in ("read", "write"):
         _aio._inject(op, 0, 1, -errno.EIO)
@@ -618,7 +618,7 @@ def first_served(queue, submit):
     return failed
 
 
-def test_priorities_go_first_and_fifo_inside(direct):
+def test_requests_are_served_by_priority_then_in_order(direct):
     fd, _ = direct(64 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
         for priorities, served in (([1, 1, 1], 0), ([2, 1, 1], 1), ([2, 1, 0, 0], 2), ([2, 2], 0)):
@@ -635,12 +635,12 @@ def test_priorities_go_first_and_fifo_inside(direct):
     [({"inflight_nbytes": 4 * BLOCK}, 2), ({"inflight_nbytes": 4 * BLOCK, "inflight_write_nbytes": BLOCK}, 1), ({"depth": 4}, 2)],
     ids=["bytes", "bound", "blocks"],
 )
-def test_reads_and_writes_that_wait_share_the_kernel(direct, room, num_writes):
+def test_waiting_reads_and_writes_share_the_bytes_in_flight(direct, room, num_writes):
     fd, _ = direct(64 * BLOCK)
     for op in ("read", "write"):
         _aio._inject(op, 0, -1, None, delay=0.05)
     num_seen = 0
-    for _ in range(9):  # this thread may get no core for all the time that both wait
+    for _ in range(9):  # this thread may get no core while both requests wait
         with aio_ext.Queue(block_nbytes=BLOCK, **room) as queue:
             first = queue.read(fd, memory(4 * BLOCK), 0)
             read = queue.read(fd, memory(30 * BLOCK), 4 * BLOCK, priority=aio_ext.DEMAND)
@@ -651,17 +651,17 @@ def test_reads_and_writes_that_wait_share_the_kernel(direct, room, num_writes):
                 inflight = {"write": stats["inflight_write_nbytes"]}
                 inflight["read"] = stats["inflight_nbytes"] - inflight["write"]
                 waiting = [stats[f"{op}_nbytes"] + inflight[op] < (34 if op == "read" else 30) * BLOCK for op in inflight]
-                # until some of the write is done, the kernel may still have reads that came before it
+                # before the first blocks of the write are done, earlier reads may still be in flight
                 if all(waiting) and stats["write_nbytes"] >= 4 * BLOCK:
                     num_seen += 1
                     assert inflight == {"write": num_writes * BLOCK, "read": (4 - num_writes) * BLOCK}
                 time.sleep(0.002)
         if num_seen:
             return
-    pytest.fail("never with as many writes")
+    pytest.fail("reads and writes were never in flight together")
 
 
-def test_a_write_that_a_read_waits_for_goes_before_the_others(direct):
+def test_a_write_that_blocks_a_demanded_read_goes_first(direct):
     fd, _ = direct(64 * BLOCK)
     for seconds in (0.2, 1, 5, 20):
         with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=4 * BLOCK) as queue:
@@ -677,10 +677,10 @@ def test_a_write_that_a_read_waits_for_goes_before_the_others(direct):
                     writes[15].wait()
                 return
         _aio._inject()
-    pytest.fail("no try was in time")
+    pytest.fail("all reads were done before the write was submitted, in each of four tries")
 
 
-def test_small_writes_leave_room_for_a_block_that_fills_the_kernel(direct):
+def test_small_writes_leave_room_for_a_block_of_the_whole_limit(direct):
     fd, _ = direct(64 * BLOCK)
     with aio_ext.Queue(block_nbytes=BLOCK, inflight_nbytes=BLOCK) as queue:
         for op in ("read", "write"):
@@ -696,7 +696,7 @@ def test_small_writes_leave_room_for_a_block_that_fills_the_kernel(direct):
         assert all(ticket.wait() for ticket in tickets)
 
 
-def test_promote_never_lowers(direct):
+def test_promote_never_lowers_a_priority(direct):
     fd, _ = direct(64 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
         plugged = plug(queue, fd)
@@ -709,7 +709,7 @@ def test_promote_never_lowers(direct):
         assert first_served(queue, submit) == [0] and plugged.wait()
 
 
-def test_promote_passes_a_flood_of_prefetches(direct):
+def test_a_promoted_read_overtakes_200_prefetches(direct):
     fd, _ = direct(256 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
         plugged = plug(queue, fd)
@@ -723,11 +723,11 @@ def test_promote_passes_a_flood_of_prefetches(direct):
 
 
 @pytest.mark.parametrize("how", ["promote", "submit"])
-def test_a_demanded_read_lifts_the_chain_of_writes_that_it_waits_for(direct, how):
+def test_a_demanded_read_raises_the_chain_of_writes_before_it(direct, how):
     fd, _ = direct(256 * 4096)
     with aio_ext.Queue(block_nbytes=4096, inflight_nbytes=1) as queue:
         plugged = plug(queue, fd)
-        tickets = [queue.write(fd, memory(4096), 4096 * i) for i in range(100)]  # a flood before ...
+        tickets = [queue.write(fd, memory(4096), 4096 * i) for i in range(100)]  # 100 writes before ...
         tickets.append(queue.write(fd, memory(8192), 200 * 4096))  # ... the chain: 100 <- 101 <- 102
         tickets.append(queue.write(fd, memory(8192), 201 * 4096))
         priority = aio_ext.PREFETCH if how == "promote" else aio_ext.DEMAND
@@ -737,14 +737,14 @@ def test_a_demanded_read_lifts_the_chain_of_writes_that_it_waits_for(direct, how
             last.promote()
         _aio._inject("write", 0, 1, -errno.EIO)
         _aio._inject("read", 0, 1, -errno.EIO)
-        with pytest.raises(OSError):  # the first read that is served
+        with pytest.raises(OSError):  # the first read in the kernel
             last.wait()
-        with pytest.raises(OSError):  # the first write that is served
+        with pytest.raises(OSError):  # the first write in the kernel
             tickets[100].wait()
         assert plugged.wait() and all(ticket.wait() for i, ticket in enumerate(tickets) if i != 100)
 
 
-# ---- threads, fork, exit: promise 18 ----
+# ---- threads, fork, exit ----
 
 
 def hammer(fd, num_threads, num_operations):
@@ -799,12 +799,12 @@ def test_a_wait_lets_other_threads_run(direct):
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}.get(platform.machine())
 
 
-@pytest.mark.skipif(SCHED_GETATTR is None, reason="the number of sched_getattr is not known here")
-@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12), reason="this Linux gives all threads equal turns")
-def test_the_io_thread_asks_for_short_turns(direct):
+@pytest.mark.skipif(SCHED_GETATTR is None, reason="the system call number of sched_getattr is unknown for this processor")
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12), reason="needs Linux 6.12 or newer")
+def test_the_io_thread_asks_for_short_time_slices(direct):
     fd, data = direct(4096)
     with aio_ext.Queue() as queue:
-        queue.read(fd, memory(4096), 0).wait()  # it runs
+        queue.read(fd, memory(4096), 0).wait()  # the thread runs
         threads = [int(path.name) for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "aio_ext\n"]
         assert threads
         for thread in [os.getpid(), *threads]:
@@ -815,7 +815,7 @@ def test_the_io_thread_asks_for_short_turns(direct):
             assert (turn_ns == 100_000) == (thread in threads)
 
 
-def test_close_finishes_what_was_submitted_from_any_thread(direct):
+def test_close_from_any_thread_finishes_all_requests(direct):
     fd, data = direct(64 * BLOCK)
     for _ in range(20):
         queue = aio_ext.Queue(block_nbytes=BLOCK)
@@ -857,7 +857,7 @@ EXIT = """
         ticket = queue.write(fd, pages, i << 20)
         {keep}
 """
-KEEP = {  # who still refers to what when the interpreter exits
+KEEP = {  # references that exist when the interpreter exits
     "all": "keep += [queue, ticket, pages]",
     "queue": "keep.append(queue)",
     "cycle": "me = [queue, ticket, pages]; me.append(me); del queue, ticket, pages",
@@ -874,7 +874,7 @@ def exit_with_io_pending(path, keep):
 
 
 @pytest.mark.parametrize("keep", KEEP)
-def test_exit_with_io_pending_finishes_it(tmp_path, keep):
+def test_interpreter_exit_finishes_pending_io(tmp_path, keep):
     exit_with_io_pending(tmp_path / "file", keep)
 
 
@@ -906,7 +906,7 @@ FORK = """
                 else:
                     os._exit(3)
             assert ticket.nbytes == 1 << 20 and repr(ticket) and repr(queue)
-            with aio_ext.Queue() as mine:  # its own works
+            with aio_ext.Queue() as mine:  # a queue of the child works
                 mine.read(fd, bytearray(4096), 0).wait()
             del queue, ticket, done
             sys.exit(0)  # with exit handlers and destructors
@@ -961,7 +961,7 @@ def test_wrong_arguments_raise_and_leak_nothing(direct):
                 method(*arguments, **keywords)
             assert (sys.getrefcount(buffer), sys.getrefcount(aio_ext.Ticket)) == references, arguments
             if isinstance(buffer, bytearray):
-                buffer.append(0), buffer.pop()  # not exported
+                buffer.append(0), buffer.pop()  # no exported buffer is left
         assert queue.stats()["num_blocks"] == 0
         ticket = queue.read(fd, memory(4096), 0)
         for call, expected in (
@@ -996,7 +996,7 @@ def test_wrong_arguments_raise_and_leak_nothing(direct):
         buffer.append(0)
 
 
-def test_what_only_the_kernel_can_refuse_raises_and_leaks_nothing(direct, tmp_path):
+def test_requests_refused_by_the_kernel_raise_and_leak_nothing(direct, tmp_path):
     fd, _ = direct(2 * BLOCK)
     path = f"/proc/self/fd/{fd}"
     read_only, write_only, closed = os.open(path, os.O_RDONLY), os.open(path, os.O_WRONLY), os.dup2(fd, 900)
@@ -1058,7 +1058,7 @@ def test_wrong_settings_are_named(settings):
         aio_ext.Queue(1 << 20)
 
 
-def test_methods_are_neutral_to_references(direct):
+def test_methods_leave_reference_counts_unchanged(direct):
     fd, _ = direct(BLOCK)
     queue, kept, buffer = aio_ext.Queue(), None, bytearray(memory(BLOCK))
     plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
@@ -1088,14 +1088,14 @@ def test_methods_are_neutral_to_references(direct):
     actions += [lambda: kept.done, lambda: kept.nbytes, lambda: repr(kept), lambda: repr(queue), lambda: queue.depth]
     things = [queue, kept, buffer, aio_ext.Ticket, aio_ext.Queue, _aio]
     for action in actions:
-        for num_calls in (3, 200):  # the first few fill caches and pools
+        for num_calls in (3, 200):  # the first calls fill caches and pools
             before = [sys.getrefcount(thing) for thing in things]
             for _ in range(num_calls if action is not enter_and_exit else 20):
                 action()
             queue.stats()
             after = [sys.getrefcount(thing) for thing in things]
         assert after == before, action
-    buffer.append(0)  # nothing holds it
+    buffer.append(0)  # no view holds the buffer
     queue.close()
     os.close(plain)
 
@@ -1126,7 +1126,7 @@ def test_wait_times_out_and_then_succeeds(direct):
         assert ticket.wait(1e12) is True and ticket.wait(0) is True and ticket.done
 
 
-def test_steady_state_needs_no_memory(direct):
+def test_the_steady_state_allocates_no_memory(direct):
     fd, _ = direct(BLOCK)
     back = memory(4096)
 

@@ -1,4 +1,4 @@
-"""aio_ext.crc32c: equal to the definition, bit by bit, with the processor's instructions and without, however it is called."""
+"""aio_ext.crc32c equals the bit-by-bit definition, with and without the processor's instructions, for all buffers and cuts."""
 
 import random
 import sys
@@ -12,12 +12,12 @@ from helpers import run_python
 import aio_ext
 from aio_ext import _aio
 
-ROUND = 3 * 1360  # what the three streams take at once; see crc32c.c
+ROUND = 3 * 1360  # bytes per round of the three streams; see crc32c.c
 ways = pytest.mark.parametrize("crc32c", [aio_ext.crc32c, _aio._crc32c_streams, _aio._crc32c_portable])
 
 
 def times_x8(register):
-    """A register times x^8, bit by bit, modulo Castagnoli's polynomial."""
+    """Multiply a register by x^8, bit by bit, modulo Castagnoli's polynomial."""
     for _ in range(8):
         register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
     return register
@@ -27,7 +27,7 @@ BYTES = [times_x8(byte) for byte in range(256)]
 
 
 def prefixes(data):
-    """The sums of data[:0], data[:1], ... data[:len(data)], by the definition."""
+    """CRCs of data[:0], data[:1], ... data[:len(data)], by the definition."""
     register, sums = 0xFFFFFFFF, [0]
     for byte in data:
         register = register >> 8 ^ BYTES[(register ^ byte) & 255]
@@ -60,7 +60,7 @@ def test_every_short_length_at_every_alignment(crc32c):
 
 
 @ways
-def test_lengths_about_whole_rounds_and_random_ones(crc32c):
+def test_lengths_near_whole_rounds_and_random_lengths(crc32c):
     data = memoryview(random.randbytes(200_000))
     for start in [0, 1, 7, 63, *(random.randrange(4096) for _ in range(4))]:
         expected = prefixes(data[start : start + 100_000])
@@ -69,7 +69,7 @@ def test_lengths_about_whole_rounds_and_random_ones(crc32c):
             assert crc32c(data[start : start + nbytes]) == expected[nbytes], (start, nbytes)
 
 
-def test_all_ways_agree_on_megabytes_from_any_value():
+def test_all_implementations_agree_on_megabytes_from_any_value():
     data = memoryview(random.randbytes(8 << 20))
     for _ in range(20):
         start, end = sorted(random.randrange(len(data)) for _ in range(2))
@@ -79,7 +79,7 @@ def test_all_ways_agree_on_megabytes_from_any_value():
 
 
 @ways
-def test_chaining_at_random_cuts(crc32c):
+def test_a_crc_chained_at_random_cuts_is_that_of_the_whole(crc32c):
     data = memoryview(random.randbytes(50_000))
     whole = crc32c(data)
     for num_cuts in [1] * 50 + [5] * 50 + [100] * 20:
@@ -92,7 +92,7 @@ def test_chaining_at_random_cuts(crc32c):
 
 
 def test_any_one_or_two_flipped_bits_change_a_page():
-    """All 32768 pages that differ in one bit have sums of their own, so no two of them, two bits apart, are mixed up."""
+    """All 32,768 pages that differ from one page in one bit have different CRCs. Two of them differ in two bits."""
     page = bytearray(random.randbytes(4096))
     sums = {aio_ext.crc32c(page)}
     for bit in range(8 * len(page)):
@@ -120,14 +120,14 @@ def test_buffers_of_every_kind(crc32c):
         (memoryview(bytes(64))[::2], BufferError),
         (memoryview(bytes(64))[::-1], BufferError),
         (numpy.zeros((8, 8))[:, 1:], BufferError),
-        (numpy.zeros((8, 8)).T, BufferError),  # contiguous, but not in the order of its indices
+        (numpy.zeros((8, 8)).T, BufferError),  # contiguous, but not in C order
         ("text", TypeError),
         (None, TypeError),
         (7, TypeError),
         ([1, 2], TypeError),
     ],
 )
-def test_other_buffers_are_refused(crc32c, buffer, error):
+def test_strided_buffers_and_other_types_are_refused(crc32c, buffer, error):
     with pytest.raises(error):
         crc32c(buffer)
 
@@ -149,16 +149,16 @@ def test_value_is_32_bits(crc32c):
 
 
 @ways
-def test_a_resizable_buffer_is_given_back(crc32c):
+def test_a_resizable_buffer_is_released(crc32c):
     data = bytearray(8192)
     crc32c(data)
     with pytest.raises(ValueError):
         crc32c(data, -1)
-    data.append(0)  # BufferError while someone still looks at it
+    data.append(0)  # BufferError while a view is left
 
 
-def test_eight_threads_and_the_first_call_of_a_process():
-    """The tables are built by whoever comes first, while the others wait."""
+def test_eight_threads_may_make_the_first_call_at_once():
+    """The first thread builds the tables, while the others wait."""
     result = run_python(
         """
         import random, threading
@@ -179,8 +179,8 @@ def test_eight_threads_and_the_first_call_of_a_process():
     assert result.stdout.split() == ["80", str(_aio._crc32c_portable(random.Random(0).randbytes(1 << 20)))]
 
 
-def test_others_run_while_a_sum_is_computed():
-    """With no forced switches this thread gets the GIL only if the sum lets it go."""
+def test_other_threads_run_while_a_crc_is_computed():
+    """Python switches threads only every 1000 s here. So this thread gets the GIL only if crc32c releases the GIL."""
     data, seen, stop = bytes(1 << 20), [], threading.Event()
 
     def work():
@@ -201,7 +201,7 @@ def test_others_run_while_a_sum_is_computed():
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 32640, 32641, 100_000, 1_000_003])
-def test_what_is_summed_can_be_copied_on_the_way(nbytes):
+def test_crc32c_can_copy_the_bytes_it_reads(nbytes):
     data = random.Random(nbytes).randbytes(nbytes)
     copy = bytearray(b"\xa5") * nbytes
     assert aio_ext.crc32c(data, 7, into=copy) == aio_ext.crc32c(data, 7) and copy == data

@@ -1,4 +1,4 @@
-"""Weights to and from safetensors, and checkpoints for other numbers of ranks: names, bits, memory and refusals."""
+"""Export to safetensors, import from safetensors, and resharding for other world sizes: names, bits, memory and refusals."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ SMALL = {"device": "cpu", "chunk_mib": 0.02}
 
 
 class Odd(nn.Module):
-    """Tied, frozen, a buffer, a scalar, and layers that are cut along both dimensions."""
+    """A tied head, a frozen layer, buffers, a scalar, and a layer that is tiled along both dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -86,7 +86,7 @@ def test_an_exported_checkpoint_has_the_weights_under_the_models_names(tmp_path,
             assert_same_bits(files.read("embedding.weight").view(40, 24), states["embedding.weight"]["master"], "master")
 
 
-def test_transformers_loads_what_is_exported(tmp_path):
+def test_transformers_loads_exported_weights(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 16}
     settings = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
@@ -112,11 +112,11 @@ def test_transformers_loads_what_is_exported(tmp_path):
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("window", [0, 1 << 30])
-def test_a_model_is_filled_from_files(tmp_path, dtype, started, window):
+def test_load_safetensors_loads_weights_masters_and_buffers(tmp_path, dtype, started, window):
     torch.manual_seed(3)
     plain = Odd()
     plain.running += 0.25
-    values = {name: value for name, value in plain.state_dict().items() if name != "embedding.weight"}  # by the other tied name
+    values = {name: value for name, value in plain.state_dict().items() if name != "embedding.weight"}  # only the other tied name is saved
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in values.items()]
     write_files(tmp_path / "files", specs, lambda spec: [values[spec.name].reshape(-1)], max_file_nbytes=4000)
     model = made(tmp_path / "swap", Odd, window=window, dtype=dtype)
@@ -142,7 +142,7 @@ def test_a_model_is_filled_from_files(tmp_path, dtype, started, window):
                 assert_same_bits(before[name], value, name)
 
 
-def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
+def test_one_error_names_all_mismatched_tensors_and_nothing_changes(tmp_path):
     model = made(tmp_path / "swap", Odd, dtype="fp32")
     infinity.AdamW(model.parameters())
     values = {"embedding.weight": torch.ones(40, 23), "stray": torch.ones(3), "scale": torch.tensor(9.0)}
@@ -153,7 +153,7 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
         with pytest.raises(infinity.CheckpointError) as caught:
             infinity.load_safetensors(model, tmp_path / "files")
         assert "from_pretrained" not in str(caught.value)
-        for words in ("embedding.weight has shape [40, 23] there and [40, 24] here", "missing there: wide.weight", "unknown here: stray"):
+        for words in ("embedding.weight has shape [40, 23] in the files and [40, 24]", "missing in the files: wide.weight", "unknown to the model: stray"):
             assert words in str(caught.value)
         for name, value in model.state_dict().items():
             assert_same_bits(value, before[name], name)
@@ -162,7 +162,7 @@ def test_all_that_does_not_fit_is_named_at_once_and_nothing_changes(tmp_path):
         infinity.load_safetensors(model, tmp_path / "some", strict=False)
         assert model.state_dict()["scale"] == 9
         write_files(tmp_path / "none", specs[1:2], lambda spec: [values[spec.name].reshape(-1)])
-        with pytest.raises(infinity.CheckpointError, match="unknown here: stray"):  # nothing would be loaded
+        with pytest.raises(infinity.CheckpointError, match="unknown here: stray"):  # no tensor of the files would be loaded
             infinity.load_safetensors(model, tmp_path / "none", strict=False)
 
 
@@ -170,7 +170,7 @@ TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_atten
 IMAGE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, image_size=28, patch_size=14)
 SMALL_HEADS = TEXT | {"head_dim": 8}
 QWEN = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}, "bos_token_id": 1, "eos_token_id": 2}
-RENAMED = {  # of models whose files have other names: settings by transformers' name of the configuration
+RENAMED = {  # models whose files use other names: transformers' name of the configuration class -> settings
     "Mixtral": lambda config: config(**TEXT, num_local_experts=2),
     "Llava": lambda config: config(vision_config={"model_type": "clip_vision_model", **IMAGE}, text_config={"model_type": "llama", **TEXT}),
     "PaliGemma": lambda config: config(vision_config=IMAGE, text_config=SMALL_HEADS, projection_dim=32, hidden_size=32),
@@ -180,7 +180,7 @@ RENAMED = {  # of models whose files have other names: settings by transformers'
 
 
 @pytest.mark.parametrize("kind", RENAMED)
-def test_the_refusal_of_renamed_tensors_has_the_lines_that_load_them(tmp_path, kind):
+def test_the_refusal_of_renamed_tensors_shows_the_code_that_loads_them(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     kind_of = getattr(transformers, f"{kind}ForCausalLM" if kind == "Mixtral" else f"{kind}ForConditionalGeneration")
     build = lambda: kind_of(RENAMED[kind](getattr(transformers, f"{kind}Config")))
@@ -203,7 +203,7 @@ def test_the_refusal_of_renamed_tensors_has_the_lines_that_load_them(tmp_path, k
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("world, chunk_mib", [(1, None), (2, None), (3, 0.05), (8, 0.01)])
-def test_a_resharded_checkpoint_holds_the_same(tmp_path, world, chunk_mib, dtype):
+def test_a_resharded_checkpoint_holds_the_same_values(tmp_path, world, chunk_mib, dtype):
     model, optimizer = trained(tmp_path / "swap", Odd, dtype=dtype)
     with infinity.engine_of(model) as engine:
         infinity.save(tmp_path / "saved", model, optimizer, extra={"loader": [1, 2]})
@@ -223,7 +223,7 @@ def test_a_resharded_checkpoint_holds_the_same(tmp_path, world, chunk_mib, dtype
             assert_same_bits(value, buffers[name], name)
 
 
-def test_the_same_checkpoint_resharded_to_itself_has_the_same_records(tmp_path):
+def test_resharding_to_the_same_world_size_keeps_all_records(tmp_path):
     model, optimizer = trained(tmp_path / "swap", Odd, dtype="bf16")
     with infinity.engine_of(model):
         infinity.save(tmp_path / "saved", model, optimizer)
@@ -237,7 +237,7 @@ def test_the_same_checkpoint_resharded_to_itself_has_the_same_records(tmp_path):
         assert (tmp_path / "saved" / old.folder / file.name).read_bytes() == (tmp_path / "other" / new.folder / file.name).read_bytes()
 
 
-def test_conversions_refuse_what_they_cannot_do_and_leave_nothing(tmp_path):
+def test_export_and_reshard_refuse_bad_input_and_leave_no_files(tmp_path):
     model = made(tmp_path / "swap", lambda: GPT(24, 1, 2, 40, 8), dtype="fp32")
     optimizer = infinity.AdamW(model.parameters())
     with infinity.engine_of(model):
@@ -260,7 +260,7 @@ def test_conversions_refuse_what_they_cannot_do_and_leave_nothing(tmp_path):
     assert manifest["format"] == "infinity checkpoint"
 
 
-def test_an_optimizers_state_dict_has_hyper_parameters_and_refuses_to_pass_for_more(tmp_path):
+def test_an_optimizer_state_dict_has_only_hyper_parameters(tmp_path):
     model = made(tmp_path / "swap", lambda: GPT(24, 1, 2, 40, 8), dtype="fp32")
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -280,9 +280,9 @@ def test_an_optimizers_state_dict_has_hyper_parameters_and_refuses_to_pass_for_m
             optimizer.load_state_dict({**found, "state": {0: {"step": 1}}})
 
 
-def test_whole_numbers_are_no_weights(tmp_path):
+def test_load_safetensors_refuses_integer_tensors_for_weights(tmp_path):
     model = made(tmp_path / "swap", lambda: nn.Linear(4, 3, bias=False), dtype="fp32")
     write_files(tmp_path / "files", [TensorSpec("weight", torch.int8, (3, 4))], lambda spec: [torch.ones(12, dtype=torch.int8)])
     for strict in (True, False):
-        with pytest.raises(infinity.CheckpointError, match="weight is torch.int8 there"):
+        with pytest.raises(infinity.CheckpointError, match="weight is torch.int8 in the files"):
             infinity.load_safetensors(model, tmp_path / "files", strict=strict)

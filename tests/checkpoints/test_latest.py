@@ -1,4 +1,4 @@
-"""The newest whole checkpoint, and the documented program that restarts from it: killed in its first saves, it always starts again."""
+"""`infinity.latest` finds the newest whole checkpoint. The documented program restarts after a kill during any of its first saves."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def test_latest_is_the_checkpoint_at_the_path_or_none(tmp_path):
     assert infinity.latest(path) is None
     directory = Directory(path)
     (path / directory.folder / "rank0-0.records").write_bytes(b"begun")
-    assert infinity.latest(path) is infinity.latest(tmp_path) is None  # as a process that was killed leaves it
+    assert infinity.latest(path) is infinity.latest(tmp_path) is None  # the state after a killed process
     directory.close()
     write_checkpoint(path, seed=0)
     assert infinity.latest(path) == infinity.latest(str(tmp_path)) == path
@@ -44,11 +44,11 @@ def test_latest_of_several_checkpoints_has_the_largest_step(tmp_path):
     assert infinity.latest(tmp_path) == tmp_path / "b"
 
 
-def test_latest_does_not_pass_over_a_damaged_checkpoint(tmp_path):
+def test_latest_does_not_skip_a_damaged_checkpoint(tmp_path):
     for name, step in (("old", 1), ("new", 2)):
         write_checkpoint(tmp_path / name, seed=0, step=step)
     next((tmp_path / "new").glob("data-*/*.records")).unlink()
-    with pytest.raises(CheckpointError, match=f"missing or cut.*; move {tmp_path / 'new'} away to go on from an earlier checkpoint"):
+    with pytest.raises(CheckpointError, match=f"missing or cut.*; move {tmp_path / 'new'} away to continue from an earlier checkpoint"):
         infinity.latest(tmp_path)
     (tmp_path / "new" / NAME).write_text("{}")
     with pytest.raises(CheckpointError, match=f"move {tmp_path / 'new'} away"):
@@ -57,9 +57,9 @@ def test_latest_does_not_pass_over_a_damaged_checkpoint(tmp_path):
         infinity.latest(tmp_path / "new" / NAME)
 
 
-def test_load_of_an_interrupted_first_save_says_that_training_may_begin_anew(tmp_path):
+def test_load_after_an_interrupted_first_save_says_how_to_begin_anew(tmp_path):
     Directory(tmp_path / "last").close()
-    with Run(tmp_path / "swap") as run, pytest.raises(CheckpointError, match=r"Training may begin anew; .* infinity\.latest\(path\)"):
+    with Run(tmp_path / "swap") as run, pytest.raises(CheckpointError, match=r"Training may start anew; infinity\.latest\(path\)"):
         run.load(tmp_path / "last")
 
 
@@ -87,11 +87,11 @@ def test_all_ranks_return_the_checkpoint_that_rank_0_sees(nursery, tmp_path, dam
         assert found == [paths[0]] * 2
 
 
-# ---- promise 30: a restart always starts ----
+# ---- a restart always starts ----
 
 
 def runs_the_page(say, folder, meet):
-    """The program of docs/pre-train.md with a save each step. Tells its first step, and how many calls its saves made."""
+    """Runs the program of docs/pre-train.md with a save per step. Says the first step, and the number of calls of all saves."""
     make_directories(folder)
     os.chdir(folder)
     program = program_of(ROOT / "docs/pre-train.md")
@@ -111,10 +111,10 @@ def undisturbed(say, folder):
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(None, marks=pytest.mark.long)], ids=["some", "all"])
-def test_the_page_killed_in_its_first_saves_starts_again(nursery, tmp_path, num_kills):  # noqa: F811
+def test_the_documented_program_restarts_after_a_kill_in_its_first_saves(nursery, tmp_path, num_kills):  # noqa: F811
     ((first, num_calls),), _ = nursery.start(undisturbed, tmp_path / "reference").end()
     assert first == 0 and num_calls > 10 * NUM_SAVES
-    last = 2 * num_calls - 1  # behind the last call; at 1 the checkpoint's directory was made, and nothing is in it
+    last = 2 * num_calls - 1  # after the last call; at 1 the directory of the checkpoint exists and is empty
     began = []
     for position in range(1, last, last // num_kills if num_kills else 1):
         folder = tmp_path / str(position)

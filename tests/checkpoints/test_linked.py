@@ -1,4 +1,4 @@
-"""Files that several checkpoints share: what is damaged in them is found by the next save, which builds on nothing that it could see."""
+"""Files that several checkpoints share: the next save detects damage in a shared file and writes the records into a new file."""
 
 import threading
 from collections import Counter
@@ -25,7 +25,7 @@ def frozen_but(layer):
 
 
 def flip_a_frozen_bit(path, in_padding=False):
-    """In the file of the frozen records, which all checkpoints share; returns its name."""
+    """Flips one bit in the file of frozen records, which all checkpoints share. Returns the path of the file."""
     with Checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
     frozen = [(manifest.record(chunk.index, 0), manifest.places[chunk.index][0]) for chunk in manifest.chunks if not chunk.trainable]
@@ -51,13 +51,13 @@ def is_whole(path):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 @pytest.mark.parametrize("wait, in_padding", [(True, False), (False, True), (False, False)])
-def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, in_padding, places, tmp_path):
+def test_save_rewrites_records_that_are_damaged_in_a_linked_file(wait, in_padding, places, tmp_path):
     with training(frozen_half, tmp_path, **places) as (model, engine, optimizer):
         for step in range(3):
             train_trait(model, optimizer, step)
             infinity.save(tmp_path / f"{step}", model, optimizer)
         damaged = flip_a_frozen_bit(tmp_path / "0", in_padding)
-        assert not any(is_whole(tmp_path / name) for name in "012"), "they share the file"
+        assert not any(is_whole(tmp_path / name) for name in "012"), "the three checkpoints do not share the damaged file"
         expected = states_of(engine, model)
         with pytest.warns(RuntimeWarning, match="has changed since it was saved") as told:
             saving = infinity.save(tmp_path / "3", model, optimizer, wait=wait)
@@ -66,14 +66,14 @@ def test_a_save_writes_anew_what_was_damaged_in_a_file_that_it_would_link(wait, 
         (told,) = [str(warning.message) for warning in told]
         assert damaged.name in told and str(tmp_path / "2") in told and str(tmp_path / "3") in told and "layers." in told
         assert [is_whole(tmp_path / name) for name in "0123"] == [False, False, False, True]
-        infinity.save(tmp_path / "4", model, optimizer)  # linked again, to what is whole
+        infinity.save(tmp_path / "4", model, optimizer)  # linked to the new, whole file
         assert record_files(tmp_path / "4")[False] == record_files(tmp_path / "3")[False] and is_whole(tmp_path / "4")
         infinity.load(tmp_path / "3", model, optimizer)
         assert_same_states(states_of(engine, model), expected)
 
 
-def test_so_many_checkpoints_at_most_share_a_file_and_all_is_read_in_time(tmp_path, monkeypatch):
-    """Frozen records of more bytes than are read in each save."""
+def test_few_checkpoints_share_a_file_and_each_file_is_read_in_time(tmp_path, monkeypatch):
+    """The frozen records have more bytes than one save reads."""
     monkeypatch.setattr(linked, "CHECK_NBYTES", 0)
     with training(lambda: frozen_but(0), tmp_path) as (model, engine, optimizer):
         shared = Counter()
@@ -91,7 +91,7 @@ def test_so_many_checkpoints_at_most_share_a_file_and_all_is_read_in_time(tmp_pa
 
 
 @pytest.mark.parametrize("damage", [False, True], ids=["sound", "damaged"])
-def test_a_record_that_changes_before_its_linked_file_was_read_is_saved_as_it_was(damage, tmp_path, monkeypatch):
+def test_a_record_changed_before_its_link_is_checked_is_saved_unchanged(damage, tmp_path, monkeypatch):
     with training(frozen_half, tmp_path, **PLACES[4]) as (model, engine, optimizer):
         infinity.save(tmp_path / "a", model, optimizer)
         if damage:

@@ -1,5 +1,5 @@
-"""Manifests made to do harm: refused in under a second and 64 MiB beyond the file, whatever they hold and however large they are; and
-generators' states are believed only where native code can use them. A genuine one of 100,000 parameters is read.
+"""Hostile manifests of any content and size: load refuses them in under 1 s, with at most 64 MiB of memory beyond the file.
+Load accepts only states of random generators that native code can use. A genuine manifest of 100,000 parameters is read.
 """
 
 import base64
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def saved(tmp_path):
-    """A run, the folder of its checkpoint, and the manifest as an object."""
+    """(run, folder of the checkpoint, manifest as a dict)."""
     with Run(tmp_path / "swap") as run:
         run.train(2).save(tmp_path / "target")
         yield run, tmp_path / "target", unsigned((tmp_path / "target" / "manifest.json").read_bytes())
 
 
 def bounds_of(act):
-    """(the CheckpointError or None, seconds of this process, bytes at most) of an act, which is done twice."""
+    """Calls `act` twice. Returns (text of the CheckpointError or None, CPU seconds, peak of traced bytes)."""
 
     def once():
         try:
@@ -60,7 +60,7 @@ def bounds_of(act):
 
 
 def holding(content, key, text):
-    """The content as JSON, with a text in place of what is at a key."""
+    """The content as JSON, with `text` as the value of `key`."""
     return json.dumps(content | {key: "HERE"}, separators=(",", ":")).encode().replace(b'"HERE"', text)
 
 
@@ -81,7 +81,7 @@ COLLIDING = {
 @pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["$dict", "$counter"])
 @pytest.mark.parametrize("keys", COLLIDING)
-def test_keys_that_collide_are_refused_soon(saved, keys, kind):
+def test_keys_with_colliding_hashes_are_refused_within_bounds(saved, keys, kind):
     run, target, content = saved
     data = signed(content | {"extra": {kind: [[key, 0] for key in COLLIDING[keys]]}})
     (target / "manifest.json").write_bytes(data)
@@ -90,7 +90,7 @@ def test_keys_that_collide_are_refused_soon(saved, keys, kind):
     assert str(target) in said and ("have the same hash; give a list of pairs" in said or "MiB of memory" in said), said
 
 
-def test_keys_of_every_kind_come_back_and_such_that_collide_are_not_saved(saved):
+def test_keys_of_every_type_are_restored_and_colliding_keys_are_not_saved(saved):
     run, target, _ = saved
     extra = {"ints": {key * 2**40: key for key in range(3000)}, "tuples": {(key, -key): None for key in range(3000)}, -1: 0, -2: 0, 2.5: 0}
     infinity.save(target, run.model, run.optimizer, extra=extra)
@@ -136,7 +136,7 @@ PLACES = ["extra", "scheduler", "optimizer", "model", "rng", "parameters", "alia
 
 
 @pytest.mark.parametrize("place, filling", [(place, filling) for place in PLACES for filling in FILLINGS][:: 2 * len(FILLINGS) - 1])
-def test_a_large_manifest_is_refused_in_a_second_and_64_mib(place, filling, saved):
+def test_a_manifest_of_8_mib_is_refused_in_a_second_and_64_mib(place, filling, saved):
     refused_in_bounds(saved, place, filling, 8 * MIB)
 
 
@@ -168,7 +168,7 @@ def test_reading_a_manifest_pauses_the_cyclic_collector(saved):
             manifest_from_json(data, "manifest")
     finally:
         gc.callbacks.pop()
-    assert len(begun) < 20 and gc.isenabled(), f"{len(begun)} runs of the collector"  # 400,000 lists bring more than a hundred
+    assert len(begun) < 20 and gc.isenabled(), f"{len(begun)} runs of the collector"  # with the collector on, 400,000 lists cause over 100 runs
 
 
 @pytest.mark.long
@@ -179,8 +179,8 @@ def test_reading_a_manifest_pauses_the_cyclic_collector(saved):
     "tensors": '{"dtype":"int8","shape":[0],"offset":0,"nbytes":0,"crc32c":%d}',
     "chunks": '{"numel":1024,"trainable":true,"pieces":[[0,0,%d,1]],"records":[[0,0,1,2,3,4]]}',
 }.items())  # fmt: skip
-def test_what_looks_genuine_is_refused_in_a_second_and_64_mib(saved, key, entry):
-    """As many entries as fit into the file."""
+def test_a_manifest_of_many_valid_entries_is_refused_within_bounds(saved, key, entry):
+    """Each manifest has as many valid entries as fit into the file."""
     run, target, content = saved
     body = ",".join(entry % number for number in range(500_000))[: 60 * MIB].rsplit("},{" if entry[0] == "{" else ",", 1)[0]
     body += "}" if entry[0] == "{" else ""
@@ -193,7 +193,7 @@ def test_what_looks_genuine_is_refused_in_a_second_and_64_mib(saved, key, entry)
 
 
 @pytest.mark.parametrize("num", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
-def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
+def test_a_manifest_of_100_000_parameters_is_read_and_written_unchanged(num):
     world, format = 8, "bf16"
     specs = [ParameterSpec(f"model.layers.{i // 100}.mlp.experts.{i % 100}.down_proj.weight", 12288, Format(format, True)) for i in range(num)]
     chunks = layout(specs, chunk_numel=1 << 22, world=world).chunks
@@ -219,17 +219,17 @@ def test_a_manifest_of_very_many_parameters_is_read_and_written_the_same(num):
     assert found.places[5][3] == places[5][3]
 
 
-def test_what_would_not_be_read_is_not_saved_and_the_remedy_is(saved):
+def test_save_refuses_a_long_list_and_its_remedy_works(saved):
     run, target, _ = saved
     before = (target / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match="what beside weights was saved would take more than 8 MiB .*give long lists in extra= as tensors or arrays"):
+    with pytest.raises(CheckpointError, match="the values beside the weights would take more than 8 MiB .*pass long lists in extra="):
         infinity.save(target, run.model, run.optimizer, extra={"order": list(range(300_000))})
     assert (target / "manifest.json").read_bytes() == before
     infinity.save(target, run.model, run.optimizer, extra={"order": np.arange(300_000)})
     assert infinity.load(target, run.model, run.optimizer).extra["order"].tolist() == list(range(300_000))
 
 
-def test_one_small_tensor_does_not_stand_for_a_million_values(saved):
+def test_one_tensor_that_stands_for_several_values_is_refused(saved):
     run, target, content = saved
     (target / "manifest.json").write_bytes(signed(content | {"extra": [content["extra"]["noise"]] * 5000}))
     with pytest.raises(CheckpointError, match="small tensor .* stands for two values"):
@@ -276,7 +276,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("which", BAD)
-def test_a_generators_state_that_native_code_could_not_use_is_refused_before_anything_changes(saved, which):
+def test_an_invalid_generator_state_is_refused_before_anything_changes(saved, which):
     run, target, content = saved
     run.train()
     expected, drawn = run.digest(), (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
@@ -289,7 +289,7 @@ def test_a_generators_state_that_native_code_could_not_use_is_refused_before_any
     assert run.digest() == expected
 
 
-def test_every_state_that_a_generator_has_is_taken_and_draws_the_same():
+def test_every_real_generator_state_is_accepted_and_draws_the_same():
     chance = random.Random(3)
     draws = [torch.rand, torch.randn, torch.randperm, lambda n: torch.randn(n, dtype=torch.float64), lambda n: torch.empty(n).exponential_()]
     for _ in range(100):
@@ -299,11 +299,11 @@ def test_every_state_that_a_generator_has_is_taken_and_draws_the_same():
         expected = torch.rand(700).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
         contents.set_generators(contents.checked_generators(found, CPU), CPU)
         assert (torch.rand(700).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)) == expected
-    torch.manual_seed(3)  # fresh, which no draw leaves
+    torch.manual_seed(3)  # a new generator has a state that no draw produces
     contents.checked_generators(encoding.decode(contents.generators(CPU), None), CPU)
 
 
-def test_the_state_of_random_as_it_was_first_written_is_read(saved):
+def test_the_first_format_of_the_state_of_random_is_read(saved):
     run, target, content = saved
     random.seed(11)
     version, words, gauss = random.getstate()
@@ -315,7 +315,7 @@ def test_the_state_of_random_as_it_was_first_written_is_read(saved):
 
 
 def fuzzed(content, chance):
-    """A manifest with what was changed by chance, a generator's state among it, keys that collide, or nesting."""
+    """A manifest with random changes: of a generator's state or any entry, with colliding keys, or with deep nesting."""
     kind = chance.randrange(4)
     if kind == 0:
         which = chance.choice(["torch", "numpy", "python"])
@@ -354,7 +354,7 @@ def test_fuzzed_generators_collisions_and_nesting_crash_nothing(saved, num_manif
         except CheckpointError:
             refused += 1
         worst = max(worst, time.process_time() - start)
-        torch.rand(1300), np.random.randint(0, 2**31, 700), random.getrandbits(32 * 700), torch.randn(64)  # past all that is left
+        torch.rand(1300), np.random.randint(0, 2**31, 700), random.getrandbits(32 * 700), torch.randn(64)  # beyond the generators' buffers
     print(f"{num_manifests} manifests, {refused} refused, {worst:.2f} s at most")
     (target / "manifest.json").write_bytes(signed(content))
     run.load(target)

@@ -1,8 +1,8 @@
-"""A power cut while checkpoints are saved: what `save` had returned is there, whole, also where all that was not synced is gone.
+"""Power cuts during saves: each checkpoint whose `save` returned is whole, even if all unsynced data is lost.
 
-The calls of a run that saves are recorded as they are made. An image of the disk is what a prefix of them may leave: an entry of a
-directory is there if the directory was synced after it was made, and else by chance; a file has the bytes that it had when it was last
-synced, and else any.
+A recorder logs the calls of a run that saves. From a prefix of the log, the test builds an image of the disk after a power cut. If a
+directory was synced after a change of its entries, the image has the change. Other changes are in the image at random. A synced file has
+the bytes of the last sync. Any other file is empty or has zeros.
 """
 
 import os
@@ -20,7 +20,7 @@ CALLS = ("open", "mkdir", "link", "rename", "replace", "unlink", "rmdir", "fsync
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of a directory is made (node is a number) or removed (None)."""
+    """Creation of an entry in a directory (`node` is a number), or its removal (None)."""
 
     directory: int
     name: str
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Synced:
-    """content: of a file; None for a directory."""
+    """`content` has the bytes of a file; None for a directory."""
 
     node: int
     content: bytes | None
@@ -42,7 +42,7 @@ class Returned:
 
 @dataclass
 class Recorder:
-    """Records what a program does below a directory. Nodes are numbered in the order in which they are met."""
+    """Logs the calls of a program below a directory. Nodes are numbered in the order of first use."""
 
     root: str
     log: list = field(default_factory=list)
@@ -111,7 +111,7 @@ class Recorder:
             node = self._node(self._where(old)) if self._where(old).startswith(self.root) else None
             self._before["rename"](old, new)
             assert os.path.dirname(self._where(old)) == os.path.dirname(self._where(new))
-            self._note((self._entry(self._where(new), node), self._entry(self._where(old), None)))  # both or neither
+            self._note((self._entry(self._where(new), node), self._entry(self._where(old), None)))  # atomic
 
     _replace = _rename
 
@@ -140,7 +140,7 @@ class Recorder:
     _fdatasync = _fsync
 
     def image(self, num_events, chance, path):
-        """Make what the first events may leave after a power cut."""
+        """Makes a possible state of the disk after a power cut behind the first `num_events` events."""
         log = self.log[:num_events]
         entries, contents, last_sync = {}, {}, {}
         for number, event in enumerate(log):
@@ -171,7 +171,7 @@ class Recorder:
 
 
 def recorded(tmp_path, made_before):
-    """A run that saves four times into one directory, and the recorded calls; states by step."""
+    """Runs four steps, each with a save into one directory. Returns (recorder, {step: digest of the states})."""
     root = tmp_path / "disk"
     root.mkdir()
     states = {}
@@ -190,7 +190,7 @@ def recorded(tmp_path, made_before):
 
 @pytest.mark.parametrize("num_images", [60, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("made_before", [True, False], ids=["directory there", "directory made"])
-def test_no_power_cut_loses_a_checkpoint_that_save_had_returned(tmp_path, made_before, num_images):
+def test_no_power_cut_loses_a_checkpoint_whose_save_returned(tmp_path, made_before, num_images):
     recorder, states = recorded(tmp_path, made_before)
     chance, lost, seen = random.Random(num_images), [], set()
     for number in range(num_images):

@@ -1,6 +1,6 @@
-"""resume: a run that was saved, killed or told to end goes on as if nothing had happened, to the bit.
+"""`infinity train --resume`: a run continues after a save, a kill or SIGTERM with the bits of an uninterrupted run.
 
-Long because programs that are killed, and what they must find again, stand beside each other.
+Long because the programs that are killed and the checks of their checkpoints share their helpers.
 """
 
 import json
@@ -38,13 +38,13 @@ def directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the bits of the processes that tests start
+    torch.set_num_threads(1)  # child processes use one thread: same bits
     yield tmp_path
     torch.set_num_threads(before)
 
 
 def train(*options, steps):
-    """The losses of a run in this process."""
+    """Trains in this process and returns the losses."""
     assert main(["train", *MODEL, *ON_NVME, "--steps", str(steps), "--output", "out.json", *options]) == 0
     return report()["losses"]
 
@@ -57,7 +57,7 @@ _uninterrupted = []
 
 
 def uninterrupted(steps):
-    """The losses of a run that nothing interrupts: computed once for all tests, and further when one needs more."""
+    """The losses of an uninterrupted run. All tests share one run, which is repeated if a test needs more steps."""
     if len(_uninterrupted) < steps:
         _uninterrupted[:] = train(steps=steps + 50)
     return _uninterrupted[:steps]
@@ -70,7 +70,7 @@ def start(*options, steps, launcher=("-m", "infinity"), **environment):
 
 
 def start_training(*options, **more):
-    """A process that has done its first step, and the lines it wrote until then."""
+    """Starts a process and returns it after its first step."""
     process = start(*options, **more)
     lines = []
     while "loss" not in (line := process.stderr.readline()):
@@ -92,7 +92,7 @@ RUNS = """
 
 
 def run_two_ranks(*runs):
-    """One after the other, each a list of options and a number of steps: the losses of each, and all that went to stderr."""
+    """Trains several runs on two ranks, one after the other; a run is (*options, steps). Returns (losses of each run, stderr)."""
     Path("runs.py").write_text(dedent(RUNS))
     runs = [[*options, "--steps", str(steps), "--output", f"out{index}.json"] for index, (*options, steps) in enumerate(runs)]
     commands = json.dumps([["train", *MODEL, *ON_NVME, *options] for options in runs])
@@ -118,7 +118,7 @@ def swap_files():
     "options",
     ["", "--accumulate 2 --max-grad-norm 0.5 --update deferred", "--optimizer lion --param-tier device --optimizer-state-tier host --residency auto"],
 )
-def test_three_steps_and_three_more_are_six(capsys, options):
+def test_three_steps_and_three_resumed_steps_have_the_losses_of_six(capsys, options):
     options = options.split()
     whole = train(*options, steps=6)
     first = train(*options, "--save", "saved", "--resume", steps=3)
@@ -130,20 +130,20 @@ def test_three_steps_and_three_more_are_six(capsys, options):
     assert (first, second) == (whole[:3], whole[3:])
 
 
-def test_saving_changes_nothing():
+def test_saving_does_not_change_the_losses():
     assert train("--save", "saved", "--save-every", "1", steps=6) == uninterrupted(6)
 
 
-def test_another_placement_and_learning_rate_may_resume():
+def test_a_run_resumes_with_another_placement_and_learning_rate():
     train("--save", "saved", "--optimizer", "sgd", steps=3)
     shutil.copytree("saved", "other")
     here = train("--save", "saved", "--optimizer", "sgd", "--resume", "--lr", "1000", steps=5)
-    assert here[1] > 100  # the rate of this run, not that of the checkpoint
+    assert here[1] > 100  # --lr of this run applies, not the checkpoint's
     options = "--param-tier device --optimizer-state-tier host --residency auto --chunk-mib 1 --optimizer sgd --save other --resume --lr 1000".split()
     assert train(*options, steps=5) == here
 
 
-def test_a_checkpoint_at_the_end_trains_nothing(capsys):
+def test_resume_from_the_last_step_trains_nothing(capsys):
     train("--save", "saved", steps=2)
     capsys.readouterr()
     for steps in (1, 2):
@@ -152,13 +152,13 @@ def test_a_checkpoint_at_the_end_trains_nothing(capsys):
         assert (report()["resumed_from_step"], report()["checkpoint"]) == (2, "saved/step-00000002")
 
 
-def test_without_saving_the_report_says_so():
+def test_the_report_of_a_run_without_saves_has_no_checkpoint():
     train(steps=1)
     assert (report()["resumed_from_step"], report()["checkpoint"]) == (None, None)
 
 
 @pytest.mark.long
-def test_two_ranks_resume_to_the_bit_and_from_one_rank():
+def test_two_ranks_resume_with_the_same_bits_and_from_one_rank():
     one = train("--save", "one", steps=3) + uninterrupted(6)[3:]
     (whole, first, second, third), errors = run_two_ranks(
         (6,),
@@ -168,7 +168,7 @@ def test_two_ranks_resume_to_the_bit_and_from_one_rank():
     )
     assert (first, second) == (whole[:3], whole[3:])
     assert names() == ["step-00000003", "step-00000006"]
-    assert errors.count("resumed from saved/step-00000003, step 3\n") == 1  # only rank 0 tells
+    assert errors.count("resumed from saved/step-00000003, step 3\n") == 1  # only rank 0 prints
     assert third == pytest.approx(one[3:], rel=1e-5)
     assert train("--save", "one", "--resume", steps=9) == pytest.approx(uninterrupted(9)[6:], rel=1e-5)
 
@@ -181,7 +181,7 @@ def test_two_ranks_resume_to_the_bit_and_from_one_rank():
     [((), [5, 6]), (("--keep", "3"), [3, 5, 6])]
     + [pytest.param(*case, marks=pytest.mark.long) for case in [(("--keep", "1"), [6]), (("--keep", "9"), [1, 3, 5, 6])]],
 )
-def test_the_newest_stay(keep, expected):
+def test_the_newest_checkpoints_stay(keep, expected):
     train("--save", "saved", steps=1)
     train("--save", "saved", "--resume", "--keep", "9", steps=3)
     train("--save", "saved", "--resume", "--save-every", "5", *keep, steps=6)
@@ -193,7 +193,7 @@ _made = []
 
 @pytest.fixture
 def checkpoint(directory, tmp_path_factory):
-    """A whole one, of step 1: a copy of what is made once for all tests."""
+    """A whole checkpoint of step 1. Training makes it once; each test gets a copy."""
     if not _made:
         train("--save", "made", steps=1)
         _made.append(shutil.copytree("made", tmp_path_factory.mktemp("made") / "made"))
@@ -203,22 +203,22 @@ def checkpoint(directory, tmp_path_factory):
 
 
 def put(checkpoint, *steps):
-    """Checkpoints of these steps in `saved`, as far as names go."""
+    """Makes copies of `checkpoint` in `saved` under the names of these steps."""
     for step in steps:
         target = Path(f"saved/step-{step:08d}")
         subprocess.run(["cp", "-al", checkpoint, target], check=True)
     return Rotation("saved")
 
 
-def test_the_latest_is_the_whole_one_of_the_highest_step(checkpoint):
+def test_the_latest_checkpoint_is_the_whole_one_of_the_highest_step(checkpoint):
     assert Rotation("saved").latest() is None
     Path("saved").mkdir()
     assert Rotation("saved").latest() is None
     saved = put(checkpoint, 3, 20, 100, 123456789)
     assert saved.latest() == Path("saved/step-123456789") == saved.path_of(123456789)
-    os.unlink("saved/step-123456789/manifest.json")  # as an interrupted first save leaves
+    os.unlink("saved/step-123456789/manifest.json")  # as after an interrupted first save
     assert saved.latest() == saved.path_of(100) == Path("saved/step-00000100")
-    for name in ("step-101", "step-0000000101", "step-00000101x", "step-00000102.old"):  # not ours
+    for name in ("step-101", "step-0000000101", "step-00000101x", "step-00000102.old"):  # not names of a rotation
         os.makedirs(f"saved/{name}")
         Path(f"saved/{name}/manifest.json").touch()
     Path("saved/step-00000103").touch()
@@ -229,7 +229,7 @@ def test_the_latest_is_the_whole_one_of_the_highest_step(checkpoint):
 def cut_manifest(path):
     manifest = path / "manifest.json"
     data = manifest.read_bytes()
-    manifest.unlink()  # the files are links
+    manifest.unlink()  # the files are hard links: a write would change every copy
     manifest.write_bytes(data[:-10])
 
 
@@ -249,7 +249,7 @@ def flip_bit(path):
 
 
 @pytest.mark.parametrize("damage", [cut_manifest, cut_file, flip_bit])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it(checkpoint, capsys, damage):
+def test_the_error_names_the_damaged_checkpoint_and_the_one_before(checkpoint, capsys, damage):
     Path("saved").mkdir()
     saved = put(checkpoint, 3, 7)
     damage(saved.path_of(7))
@@ -265,12 +265,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(checkpoint, capsys,
         with pytest.raises(CheckpointError, match="there is no older checkpoint: move saved/step-00000003 away to start from step 1$"):
             saved.latest()
         return
-    assert main(options) == 2  # found while it is loaded
+    assert main(options) == 2  # load finds the damage
     error = capsys.readouterr().err.splitlines()[-1]
     assert "damaged" in error and error.endswith("move saved/step-00000007 away to use saved/step-00000003")
 
 
-def test_pruning_touches_only_what_is_ours(checkpoint):
+def test_prune_removes_only_checkpoints_of_the_rotation(checkpoint):
     Path("saved").mkdir()
     saved = put(checkpoint, 1, 2, 3, 4)
     os.unlink("saved/step-00000002/manifest.json")
@@ -285,11 +285,11 @@ def test_pruning_touches_only_what_is_ours(checkpoint):
     assert names() == ["readme", "step-00000000", "step-00000001", "step-00000003", "step-00000004", "step-5"]
     assert names("saved/step-00000001") == ["notes.txt"]
     assert checkpoint.joinpath("manifest.json").exists()
-    saved.prune(1, saved.path_of(3))  # never the one just written
+    saved.prune(1, saved.path_of(3))  # prune keeps the checkpoint that was just written
     assert saved.paths() == [saved.path_of(3), saved.path_of(4)]
 
 
-def test_a_kill_while_one_is_removed_leaves_no_half_checkpoint(checkpoint, monkeypatch):
+def test_a_kill_during_a_removal_leaves_no_partial_checkpoint(checkpoint, monkeypatch):
     Path("saved").mkdir()
     saved = put(checkpoint, 1, 2)
 
@@ -331,7 +331,7 @@ def test_a_checkpoint_that_another_process_writes_stays(checkpoint):
         ("--save /proc/saved", "the directory of the checkpoints cannot be made"),
     ],
 )
-def test_a_mistake_ends_in_one_line(directory, capsys, options, expected):
+def test_a_mistake_prints_one_line(directory, capsys, options, expected):
     assert main(["train", *MODEL, *options.split()]) == 2
     error = capsys.readouterr().err
     assert error.startswith("infinity: error: ") and error.count("\n") == 1
@@ -353,10 +353,10 @@ def test_a_mistake_ends_in_one_line(directory, capsys, options, expected):
         ("--optimizer adam", "with --optimizer adamw; here it is --optimizer adam"),
         ("--data random", "with --data of 20000 bytes with CRC32C "),
         ("--data other", "here it is --data of 20001 bytes with CRC32C "),
-        ("--dtype bf16", "it was saved with dtype='fp32', this is 'bf16'"),
+        ("--dtype bf16", "the model was saved with dtype='fp32', expected 'bf16'"),
     ],
 )
-def test_what_would_train_something_else_is_refused(checkpoint, capsys, other, expected):
+def test_resume_refuses_options_that_differ_from_the_checkpoint(checkpoint, capsys, other, expected):
     Path("other").write_bytes(Path("text").read_bytes() + b"x")
     Path("saved").mkdir()
     put(checkpoint, 1)
@@ -364,17 +364,17 @@ def test_what_would_train_something_else_is_refused(checkpoint, capsys, other, e
     assert main(["train", *MODEL, *ON_NVME, "--save", "saved", "--resume", *other.split()]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines()]
     assert len(errors) == 1 and errors[0].startswith("infinity: error: ") and expected in errors[0]
-    assert "away" not in errors[0]  # it is not damaged
+    assert "away" not in errors[0]  # the checkpoint is not damaged
     assert names() == ["step-00000001"]
 
 
-def test_the_same_text_may_have_another_name(checkpoint):
+def test_resume_accepts_the_same_text_under_another_name(checkpoint):
     os.rename("made", "saved")
     os.rename("text", "moved")
     assert len(train("--save", "saved", "--resume", "--data", "moved", steps=2)) == 1
 
 
-def test_a_run_does_not_begin_among_another_runs_checkpoints(checkpoint, capsys):
+def test_a_run_does_not_begin_in_a_directory_with_checkpoints(checkpoint, capsys):
     assert main(["train", *MODEL, "--save", "made"]) == 2
     assert "--save made holds step-00000001: add --resume to continue from it, or name another directory" in capsys.readouterr().err
 
@@ -386,8 +386,8 @@ def test_a_checkpoint_of_another_program_is_refused(checkpoint, capsys, monkeypa
 
 
 @pytest.mark.parametrize("every, whole", [("2", [2]), ("4", [])])
-def test_a_checkpoint_that_fails_ends_the_run(capsys, monkeypatch, every, whole):
-    """The disk fails with the checkpoint of step 4; the one of step 2 stays."""
+def test_a_failed_save_ends_the_run(capsys, monkeypatch, every, whole):
+    """The disk fails in the save of step 4; the checkpoint of step 2 stays."""
     finish = writer.Writer.finish
 
     def fail(self):
@@ -406,11 +406,11 @@ def test_a_checkpoint_that_fails_ends_the_run(capsys, monkeypatch, every, whole)
     assert not Path("out.json").exists()
 
 
-# Killed, and told to end
+# Kills and SIGTERM
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(20, marks=pytest.mark.long)])
-def test_killed_at_any_moment_a_run_goes_on_as_if_it_had_not_been(num_kills):
+def test_a_run_killed_at_any_moment_resumes_with_the_same_losses(num_kills):
     for number in range(num_kills):
         saved = f"saved{number}"
         process = start_training("--save", saved, "--save-every", "1", steps=ENDLESS)
@@ -451,7 +451,7 @@ SLOW_STEP = """
         loss = step(self, number)
         if number == 3:
             print("slow", flush=True)
-            for _ in range(1000):  # a signal just before a sleep, once Python has looked for one, is handled after it
+            for _ in range(1000):  # a signal just before a sleep is handled only after the sleep
                 time.sleep(0.1)
         return loss
 
@@ -461,7 +461,7 @@ SLOW_STEP = """
 
 
 @pytest.mark.long
-def test_a_second_sigterm_ends_it_at_once_and_the_older_checkpoint_is_there():
+def test_a_second_sigterm_ends_a_run_at_once_and_keeps_the_last_checkpoint():
     process = start("--save", "saved", "--save-every", "1", steps=9, launcher=("-c", dedent(SLOW_STEP)))
     while "slow" not in (line := process.stdout.readline()):
         assert line
@@ -474,11 +474,11 @@ def test_a_second_sigterm_ends_it_at_once_and_the_older_checkpoint_is_there():
     assert process.returncode == -signal.SIGTERM
     assert swap_files() == []
     step = read_manifest(Rotation("saved").latest()).step
-    assert 1 <= step <= 3  # not of the step that was interrupted
+    assert 1 <= step <= 3  # no checkpoint of the interrupted step
     assert train("--save", "saved", "--resume", steps=5) == uninterrupted(5)[step:]
 
 
-def test_without_saving_sigterm_is_left_alone(monkeypatch):
+def test_a_run_without_saves_installs_no_handler_of_sigterm(monkeypatch):
     handlers = []
 
     def step(self, number, step=training.TrainingRun._step):
@@ -493,7 +493,7 @@ def test_without_saving_sigterm_is_left_alone(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("told", [[0], [1], [0, 1]])
-def test_ranks_stop_after_the_same_step_whoever_is_told(told):
+def test_all_ranks_stop_after_the_same_step_if_any_gets_sigterm(told):
     process = start_training("--save", "saved", "--save-every", "5", steps=ENDLESS, launcher=(*TORCHRUN, "-m", "infinity"))
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = sorted((child for child in children if "RANK" in child.environ()), key=lambda child: child.environ()["RANK"])
@@ -501,7 +501,7 @@ def test_ranks_stop_after_the_same_step_whoever_is_told(told):
     time.sleep(random.random())
     for rank in told:
         ranks[rank].terminate()
-        ranks[rank].terminate()  # as a launcher that passes on what the rank got, too
+        ranks[rank].terminate()  # a launcher passes the signal on: the rank gets two
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     step = int(re.search(r"^stopped by SIGTERM after step (\d+); saved saved/step-(?=0*\1$)", errors, re.MULTILINE)[1])

@@ -1,6 +1,6 @@
-"""Safetensors files and folders: equal bits with the safetensors package, both ways; hostile files; all or nothing.
+"""Safetensors files and folders: the same bits as the safetensors package, both ways; hostile files; all files or none.
 
-Long because hostile, damaged and odd files are made from the same few.
+Long because hostile, damaged and unusual files are made by the same helpers.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def noise(dtype, shape, seed=0):
-    """Any bits, as not every NaN is one; of a BOOL those that it has."""
+    """A tensor of random bits, which include NaNs of many bit patterns. Booleans are 0 or 1."""
     numel = TensorSpec("", dtype, shape).numel
     high = 2 if dtype == torch.bool else 256
     memory = torch.randint(high, (numel * dtype.itemsize,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
@@ -57,25 +57,25 @@ def listing(folder):
 
 
 def open_files():
-    """This process's descriptors, without those that only wait for the garbage collector."""
+    """This process's file descriptors, after a garbage collection."""
     gc.collect()
     return listing("/proc/self/fd")
 
 
 @pytest.fixture
 def tensors():
-    """Each dtype in odd sizes, scalars and empty ones."""
+    """A tensor of each dtype in odd sizes, scalars, and empty tensors."""
     made = {f"layer.{code}": noise(dtype, (7, 3, 5), seed) for seed, (code, dtype) in enumerate(DTYPES.items())}
     made |= {f"scalar.{code}": noise(dtype, (), seed) for seed, (code, dtype) in enumerate(DTYPES.items())}
     made |= {"empty": noise(torch.float32, (4, 0, 2)), "empty.1": noise(torch.bool, (0,))}
     return made | {"größe \"\\\n🤗": noise(torch.float16, (2, 2))}
 
 
-# ---- files that the safetensors package reads, and that it wrote ----
+# ---- files that the safetensors package reads or wrote ----
 
 
 @pytest.mark.parametrize("bound", [10**9, 500, 1], ids=["one file", "several", "a file each"])
-def test_the_package_reads_what_we_write(tmp_path, tensors, bound):
+def test_the_safetensors_package_reads_our_files(tmp_path, tensors, bound):
     package = pytest.importorskip("safetensors")
     nbytes = write(tmp_path / "model", tensors, max_file_nbytes=bound, metadata={"step": "7"})
     names = listing(tmp_path / "model")
@@ -98,7 +98,7 @@ def test_the_package_reads_what_we_write(tmp_path, tensors, bound):
 
 
 @pytest.mark.parametrize("bound", [10**9, 500, 1], ids=["one file", "several", "a file each"])
-def test_we_read_what_we_write(tmp_path, tensors, bound):
+def test_we_read_our_own_files(tmp_path, tensors, bound):
     write(tmp_path / "model", tensors, max_file_nbytes=bound)
     with TensorFiles(tmp_path / "model") as files:
         assert files.names.keys() == tensors.keys()
@@ -109,7 +109,7 @@ def test_we_read_what_we_write(tmp_path, tensors, bound):
             assert torch.equal(bits(torch.cat([*files.pieces(name, 9), files.read(name, 0, 0)])), bits(tensor))
 
 
-def test_we_read_what_the_package_wrote(tmp_path, tensors):
+def test_we_read_files_of_the_safetensors_package(tmp_path, tensors):
     package = pytest.importorskip("safetensors.torch")
     package.save_file(tensors, tmp_path / "it.safetensors", {"by": "them"})
     for path in (tmp_path, tmp_path / "it.safetensors", str(tmp_path)):
@@ -124,7 +124,7 @@ def test_we_read_what_the_package_wrote(tmp_path, tensors):
                 assert torch.equal(bits(files.read(name)), bits(tensor))
 
 
-def test_random_slices(tmp_path, tensors):
+def test_random_slices_are_read(tmp_path, tensors):
     package = pytest.importorskip("safetensors.torch")
     package.save_file(tensors, tmp_path / "it.safetensors")
     dice = random.Random(0)
@@ -140,7 +140,7 @@ def test_random_slices(tmp_path, tensors):
 
 
 @pytest.mark.parametrize("family", [pytest.param("Bert", marks=pytest.mark.long), "GPT2"])
-def test_a_folder_of_transformers(tmp_path, family):
+def test_a_folder_saved_by_transformers_is_read(tmp_path, family):
     transformers = pytest.importorskip("transformers")
     sizes = {
         "Bert": {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
@@ -161,7 +161,7 @@ def test_a_folder_of_transformers(tmp_path, family):
 
 
 def test_the_bytes_of_a_file(tmp_path):
-    """Wider dtypes first, else the order given; the data begins at a multiple of 8."""
+    """Wider dtypes come first; otherwise the given order stays. The data begins at a multiple of 8 bytes."""
     tensors = {"b": torch.tensor([1, 2], dtype=torch.uint8), "a": torch.tensor(1.0), "c": torch.tensor([[3.0]])}
     assert write(tmp_path / "model", tensors) == 8 + 192 + 10
     header = (
@@ -198,20 +198,20 @@ def test_plans_are_in_order_and_a_large_tensor_has_a_file_of_its_own():
         ([TensorSpec(7, torch.float32, (1,))], "Unicode"),
     ],
 )
-def test_specs_that_have_no_place_in_a_file(tmp_path, specs, expected):
+def test_specs_that_a_file_cannot_hold_are_refused(tmp_path, specs, expected):
     with pytest.raises(ValueError, match=expected):
         write_files(tmp_path / "model", specs, None)
     assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize("options", [{"max_file_nbytes": 0}, {"metadata": {"a": 1}}, {"metadata": {"\ud800": "1"}}])
-def test_options_that_have_no_meaning(tmp_path, options):
+def test_options_without_a_meaning_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="expected"):
         write(tmp_path / "model", {"a": torch.ones(1)}, **options)
     assert listing(tmp_path) == []
 
 
-def test_parts_are_asked_for_one_by_one_and_may_be_of_any_stride(tmp_path):
+def test_the_writer_takes_parts_one_by_one_and_with_any_stride(tmp_path):
     log = []
     whole = torch.arange(12.0, requires_grad=True)
 
@@ -241,7 +241,7 @@ def test_short_reads_and_writes_are_continued(tmp_path, tensors, monkeypatch):
 # ---- use ----
 
 
-def test_elements_outside_a_tensor_and_names_that_are_not_there(tmp_path):
+def test_elements_outside_a_tensor_and_unknown_names_are_refused(tmp_path):
     write(tmp_path / "model", {"a": torch.arange(6).reshape(2, 3)})
     with TensorFiles(tmp_path / "model") as files:
         for start, numel in [(-1, 2), (0, 7), (6, 1), (7, None), (3, -1), (2**70, 1)]:
@@ -255,7 +255,7 @@ def test_elements_outside_a_tensor_and_names_that_are_not_there(tmp_path):
         files.read("a")
 
 
-def test_of_a_key_with_several_values_the_first_file_counts(tmp_path):
+def test_the_first_file_decides_a_metadata_key_with_several_values(tmp_path):
     for name in "ab":
         metadata = {"format": "pt", "file": name, name: "1"}
         raw({"__metadata__": metadata, name: entry("U8", [1], 0, 1)}, b"x", tmp_path / f"{name}.safetensors")
@@ -263,7 +263,7 @@ def test_of_a_key_with_several_values_the_first_file_counts(tmp_path):
         assert files.metadata == {"format": "pt", "file": "a", "a": "1", "b": "1"}
 
 
-def test_paths_that_cannot_be_read(tmp_path):
+def test_a_missing_path_is_a_file_not_found_error(tmp_path):
     for path in (tmp_path / "missing", tmp_path / "missing.safetensors"):
         with pytest.raises(FileNotFoundError) as info:
             TensorFiles(path)
@@ -283,7 +283,7 @@ def test_an_error_of_the_drive_names_the_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["cut", "grown", "rewritten"])
-def test_a_file_that_changes_while_it_is_read(tmp_path, change):
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, change):
     write(tmp_path / "model", {"a": torch.arange(1000), "b": torch.arange(1000)})
     path = tmp_path / "model" / "model.safetensors"
     with TensorFiles(path) as files:
@@ -297,7 +297,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, change):
                 files.read(name)
 
 
-def test_hugging_face_caches_have_links(tmp_path):
+def test_links_of_a_hugging_face_cache_are_followed(tmp_path):
     write(tmp_path / "blobs", {"a": torch.ones(3), "b": torch.ones(2)}, max_file_nbytes=12)
     (tmp_path / "snapshot").mkdir()
     for name in listing(tmp_path / "blobs"):
@@ -314,7 +314,7 @@ def entry(dtype, shape, begin, end):
 
 
 def raw(header, data=b"", path=None, length=None):
-    """The bytes of a file of this header (a dict, text or bytes); written to `path` if there is one."""
+    """The bytes of a file with this header (a dict, text or bytes). Writes them to `path`, if given."""
     text = json.dumps(header) if isinstance(header, dict) else header
     text = text.encode() if isinstance(text, str) else text
     content = (len(text) if length is None else length).to_bytes(8, "little") + text + data
@@ -324,7 +324,7 @@ def raw(header, data=b"", path=None, length=None):
 
 
 def one(value, data=bytes(8)):
-    """A file whose only tensor is `t`."""
+    """The bytes of a file whose only tensor is `t`."""
     return raw({"t": value}, data)
 
 
@@ -404,7 +404,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_damaged_files(tmp_path, case):
+def test_damaged_files_are_refused(tmp_path, case):
     path = tmp_path / "it.safetensors"
     path.write_bytes(FILES[case])
     before = open_files()
@@ -421,7 +421,7 @@ def index_of(weight_map, folder):
 
 
 def two_files(folder, **maps):
-    """Tensors a and b in files of theirs, and an index."""
+    """Writes the tensors a and b into one file each, and an index."""
     for name in "ab":
         raw({name: entry("U8", [1], 0, 1)}, b"x", folder / f"{name}.safetensors")
     index_of({"a": "a.safetensors", "b": "b.safetensors", **maps}, folder)
@@ -439,9 +439,9 @@ FOLDERS = {
         lambda folder: [raw({"t": entry("U8", [1], 0, 1)}, b"x", folder / f"{name}.safetensors") for name in "ab"],
         "'t' is in .*/a.safetensors and in .*/b.safetensors",
     ),
-    "a folder as a file": (lambda folder: (folder / "it.safetensors").mkdir(), "is not a file but"),
-    "a pipe": (lambda folder: os.mkfifo(folder / "it.safetensors"), "is not a file but"),
-    "a device": (lambda folder: (folder / "it.safetensors").symlink_to("/dev/zero"), "is not a file but"),
+    "a folder as a file": (lambda folder: (folder / "it.safetensors").mkdir(), "is a directory or device"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "it.safetensors"), "is a directory or device"),
+    "a device": (lambda folder: (folder / "it.safetensors").symlink_to("/dev/zero"), "is a directory or device"),
     "files that miss others": (lambda folder: numbered(folder, 1, 3, of=3), "2 of 3 files and no index"),
     "files of astronomically many": (lambda folder: numbered(folder, 1, of=999_999_999), "1 of 999999999 files"),
     "index of a missing file": (lambda folder: two_files(folder, c="c.safetensors", d="d.safetensors"), "2 of 4 files: 'c.*, 'd"),
@@ -452,7 +452,7 @@ FOLDERS = {
     "index of a name too long": (lambda folder: two_files(folder, c="c" * 5000), "lacks 1 of 3"),
     "index of a missing tensor": (
         lambda folder: two_files(folder, c="a.safetensors", d="b.safetensors"),
-        "names tensors that their files do not have: 'c', 'd'",
+        "names tensors that the files do not have: 'c', 'd'",
     ),
     "index of very many missing": (
         lambda folder: two_files(folder, **{f"c{i}": "a.safetensors" for i in range(1000)}),
@@ -473,13 +473,13 @@ FOLDERS = {
     "index of itself": (lambda folder: two_files(folder, c=INDEX), "index.json: a header of"),
     "index without a map": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "index of a map that is a list": (lambda folder: (folder / INDEX).write_text('{"weight_map":[]}'), "has no weight_map"),
-    "index that is a list": (lambda folder: (folder / INDEX).write_text("[]"), "not a JSON object"),
-    "index that is not JSON": (lambda folder: (folder / INDEX).write_bytes(b"\xff"), "not JSON"),
+    "index that is a list": (lambda folder: (folder / INDEX).write_text("[]"), "expected a JSON object"),
+    "index that is not JSON": (lambda folder: (folder / INDEX).write_bytes(b"\xff"), "not valid JSON"),
     "index with a name twice": (
         lambda folder: (folder / INDEX).write_text('{"weight_map":{"a":"b","a":"c"}}'),
         "'a' is there twice",
     ),
-    "index without an end": (lambda folder: (folder / INDEX).symlink_to("/dev/zero"), "is not a file but"),
+    "index without an end": (lambda folder: (folder / INDEX).symlink_to("/dev/zero"), "is a directory or device"),
     "index of 1 TB": (
         lambda folder: ((folder / INDEX).touch(), os.truncate(folder / INDEX, 10**12)),
         "expected at most 100000000",
@@ -492,7 +492,7 @@ FOLDERS = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_damaged_folders(tmp_path, case):
+def test_damaged_folders_are_refused(tmp_path, case):
     make, expected = FOLDERS[case]
     make(tmp_path)
     before = open_files()
@@ -503,7 +503,7 @@ def test_damaged_folders(tmp_path, case):
     assert open_files() == before
 
 
-def test_an_index_counts_before_other_files_and_may_have_another_name(tmp_path):
+def test_an_index_of_any_name_overrides_other_files(tmp_path):
     two_files(tmp_path)
     (tmp_path / "unrelated.safetensors").write_bytes(b"damaged")
     with TensorFiles(tmp_path) as files:
@@ -517,7 +517,7 @@ def test_an_index_counts_before_other_files_and_may_have_another_name(tmp_path):
 
 
 def mutate(content, dice):
-    """One to three bytes of the header changed, or a value in its JSON."""
+    """Changes one to three bytes of the header, or one value in the header's JSON."""
     length = int.from_bytes(content[:8], "little")
     if dice.random() < 0.5:
         content = bytearray(content)
@@ -570,11 +570,11 @@ def test_mutations_end_in_an_error_or_stay_within_the_file(tmp_path, num_mutants
 # ---- all or nothing ----
 
 
-WITHOUT_DTYPE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits an element
+WITHOUT_DTYPE = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits per element
 
 
 @pytest.mark.parametrize("code", WITHOUT_DTYPE)
-def test_a_tensor_that_torch_has_no_dtype_for_hinders_no_other_and_is_named_when_it_is_asked_for(tmp_path, code):
+def test_a_tensor_of_a_dtype_unknown_to_torch_fails_only_when_it_is_read(tmp_path, code):
     path, nbytes = tmp_path / "it.safetensors", WITHOUT_DTYPE[code]
     header = {"weight": entry("F32", [2, 2], 0, 16), "scale": entry(code, [8], 16, 16 + nbytes), "bias": entry("F32", [2], 16 + nbytes, 24 + nbytes)}
     raw(header, np.arange(6, dtype=np.float32)[:4].tobytes() + bytes(nbytes) + np.float32([7, 8]).tobytes(), path)
@@ -585,7 +585,7 @@ def test_a_tensor_that_torch_has_no_dtype_for_hinders_no_other_and_is_named_when
             files.read("scale")
     engine_model = nn.Linear(2, 2)
     with infinity.offload(engine_model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
-        with pytest.raises(CheckpointError, match="unknown here: scale"):
+        with pytest.raises(CheckpointError, match="unknown to the model: scale"):
             infinity.load_safetensors(engine_model, path)
         infinity.load_safetensors(engine_model, path, strict=False)
         assert engine_model.state_dict()["weight"].tolist() == [[0, 1], [2, 3]]
@@ -595,7 +595,7 @@ def test_a_tensor_that_torch_has_no_dtype_for_hinders_no_other_and_is_named_when
 
 
 @pytest.mark.parametrize("code, name", [("C64", "complex64"), ("F8_E8M0", "float8_e8m0fnu"), ("F8_E4M3FNUZ", "float8_e4m3fnuz"), ("F8_E5M2FNUZ", "float8_e5m2fnuz")])
-def test_every_dtype_that_torch_has_is_read_and_written(tmp_path, code, name):
+def test_every_dtype_of_torch_is_read_and_written(tmp_path, code, name):
     if not hasattr(torch, name):
         pytest.skip(f"this PyTorch has no {name}")
     dtype = getattr(torch, name)
@@ -607,7 +607,7 @@ def test_every_dtype_that_torch_has_is_read_and_written(tmp_path, code, name):
     assert f'"dtype":"{code}"'.encode() in (tmp_path / "there" / "model.safetensors").read_bytes()
 
 
-def test_a_folder_whose_index_names_such_a_tensor_is_read(tmp_path):
+def test_a_folder_whose_index_names_an_unreadable_tensor_is_read(tmp_path):
     raw({"a": entry("F4", [4], 0, 2), "b": entry("U8", [1], 2, 3)}, b"\1\2\3", tmp_path / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors", "b": "model-00001-of-00001.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
@@ -625,7 +625,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in ("empty lists", "an entry of many") else pytest.mark.long) for case in LARGE])
-def test_a_large_header_costs_its_bytes_and_100_mib_at_most(tmp_path, case):
+def test_a_large_header_takes_100_mib_beyond_its_size_at_most(tmp_path, case):
     text = LARGE[case](33 << 20)
     raw(text, b"", tmp_path / "it.safetensors")
     tracemalloc.start()
@@ -655,7 +655,7 @@ def failing(*_, **__):
 
 
 def fail_call(monkeypatch, function, number):
-    """The call of this number of a function of os, counted from 1, fails."""
+    """Makes the call with this number fail, counted from 1, of a function of os."""
     calls = iter(range(1, 1000))
     original = getattr(os, function)
     monkeypatch.setattr(os, function, lambda *args: failing() if next(calls) == number else original(*args))
@@ -688,7 +688,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new directory", "old directory"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failure_leaves_nothing(tmp_path, monkeypatch, fault, is_new):
+def test_a_failed_write_leaves_no_files(tmp_path, monkeypatch, fault, is_new):
     error, expected, parts = FAULTS[fault]
     tensors = {name: torch.ones(3) for name in "abc"}
     folder = tmp_path / "model"
@@ -714,11 +714,11 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch, fault, is_new):
     assert listing(tmp_path) == ([] if is_new else ["model"])
     if not is_new:
         assert listing(folder) == ["config.json"] and (folder / "config.json").read_text() == "mine"
-    write(folder, tensors, max_file_nbytes=12)  # nothing is in the way
+    write(folder, tensors, max_file_nbytes=12)  # the failure left no file that prevents a second write
     assert len(listing(folder)) == 4 + (not is_new)
 
 
-def test_nothing_has_its_name_before_all_is_written(tmp_path):
+def test_no_file_has_its_final_name_before_all_are_written(tmp_path):
     seen = []
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
     write(tmp_path / "model", tensors, max_file_nbytes=12, progress=lambda *_: seen.append(listing(tmp_path / "model")))
@@ -746,7 +746,7 @@ def test_a_parent_must_exist_and_a_file_is_no_directory(tmp_path):
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["new directory", "old directory"])
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch, is_new):
-    """Three files of 4096 + some bytes and an index need 7 blocks."""
+    """Three files of 4,096 bytes and their headers, and an index, need 7 blocks."""
     tensors = {name: torch.ones(1024) for name in "abc"}
     folder = tmp_path if not is_new else tmp_path / "model"
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_bavail=6, f_bfree=100))
@@ -767,7 +767,7 @@ def test_a_huge_tensor_is_refused_by_its_size_alone(tmp_path):
 
 
 def peak_nbytes(work):
-    """How far this process grew above what it had."""
+    """Peak of this process's resident memory during `work`, in bytes above the memory before."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -783,8 +783,8 @@ def peak_nbytes(work):
     return status("VmHWM") - before
 
 
-def test_writing_and_reading_in_parts_takes_the_memory_of_a_part(tmp_path):
-    """200 MiB in parts of 1; the bound leaves room for what the interpreter does beside it."""
+def test_writing_and_reading_in_parts_takes_memory_for_one_part(tmp_path):
+    """200 MiB in parts of 1 MiB. The bound of 32 MiB has room for other memory of the interpreter."""
     part = torch.ones(1 << 18)
     spec = TensorSpec("a", torch.float32, (200, 1 << 18))
     parts = (part.clone() for _ in range(200))
@@ -793,8 +793,8 @@ def test_writing_and_reading_in_parts_takes_the_memory_of_a_part(tmp_path):
         assert peak_nbytes(lambda: sum(piece[0] for piece in files.pieces("a", 1 << 18))) < 32 << 20
 
 
-def test_what_is_written_leaves_the_page_cache(tmp_path, monkeypatch):
-    """The kernel begins with each 64 bytes; each 256 are waited for; of the rest the end takes care."""
+def test_written_bytes_leave_the_page_cache(tmp_path, monkeypatch):
+    """Writeback starts every 64 bytes. The writer waits for the drive every 256 bytes, and drops the rest from the page cache at the end."""
     calls = []
     monkeypatch.setattr(safetensors_writer, "_PIECE_NBYTES", 32)
     monkeypatch.setattr(safetensors_writer, "_FLUSH_NBYTES", 64)
@@ -808,7 +808,7 @@ def test_what_is_written_leaves_the_page_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limit, value", [("MAX_TENSORS", 3), ("MAX_HEADER_NBYTES", (1 << 20) + 400)])
-def test_the_writer_begins_another_file_at_a_headers_limits(tmp_path, monkeypatch, limit, value):
+def test_the_writer_begins_another_file_at_the_limits_of_a_header(tmp_path, monkeypatch, limit, value):
     tensors = {f"layers.{i}.weight": torch.full((2,), float(i)) for i in range(10)}
     monkeypatch.setattr(safetensors_writer, limit, value)
     monkeypatch.setattr(safetensors, limit, value)

@@ -1,6 +1,6 @@
-"""Checkpoints: a resumed run is the uninterrupted one, to the bit, whatever goes on while they are written and wherever they are loaded.
+"""`infinity.save` and `infinity.load`: a resumed run has the bits of the uninterrupted run.
 
-Long because every mix of tiers, dtypes, optimizers and models is asked the same question; the default run asks a sample.
+Long because every mix of tiers, dtypes, optimizers and models runs the same test. The quick tests run a sample of these mixes.
 """
 
 import collections
@@ -38,7 +38,7 @@ from helpers import (
 )
 from models import TRAITS, Chain, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from test_faults import no_hang, our_threads
-from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401, which finds no use of a fixture
+from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401: worlds is a fixture
 from test_ranks import states_of as bytes_of
 from test_by_layer import micro_batches
 from test_by_layer import loss_of as loss_of_chain
@@ -64,14 +64,14 @@ ON_DEVICE = {"param_tier": "device", "optimizer_state_tier": "device"}
 
 
 def sample(cases, default):
-    """pytest parameters of a dict, or of values by their text; all but those named are long."""
+    """pytest parameters of a dict, or of values with their text as id. All cases except `default` are long."""
     cases = cases if isinstance(cases, dict) else {str(case): case for case in cases}
     assert set(default) <= cases.keys(), set(default) - cases.keys()
     return [pytest.param(case, id=name, marks=() if name in default else LONG) for name, case in cases.items()]
 
 
 def assert_alike(got, expected, what=""):
-    """Equal in type, value and bits, all the way down; NaN equals itself and -0.0 does not equal 0.0."""
+    """Asserts equal types, values and bits at every level. NaN equals NaN; -0.0 does not equal 0.0."""
     assert type(got) is type(expected), (what, type(got), type(expected))
     if isinstance(expected, (torch.Tensor, np.ndarray)):
         assert got.dtype == expected.dtype and got.shape == expected.shape, (what, got, expected)
@@ -129,12 +129,12 @@ class Case:
     options: dict = field(default_factory=dict)
     groups: object = None
     schedule: object = None  # optimizer -> scheduler
-    tweak: object = None  # of the optimizer, before the second step
+    tweak: object = None  # changes the optimizer before the second step
     config: dict = field(default_factory=lambda: dict(NVME))
 
 
 def everything(model, engine, optimizer, scheduler=None):
-    """All that a training step depends on. Draws from the generators."""
+    """All values that a training step depends on. Draws from the generators."""
     scaler = engine.cycle.scaler
     found = {
         "states": {name: engine.read_state(param) for name, param in model.named_parameters() if engine.manages(param)},
@@ -153,12 +153,12 @@ def seed_all(seed):
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
-    np.random.standard_normal()  # one more is kept for the next call
+    np.random.standard_normal()  # the generator keeps a second value for the next call
     random.gauss(0, 1)
 
 
 def run(case, folder, steps, *, load=None, save=None, seed=0, wait=True):
-    """Losses, and everything at the end."""
+    """Trains the steps. Returns (losses, `everything` at the end); None for the latter if the run saves."""
     with training(
         case.make, folder, seed=seed, optimizer=case.optimizer, groups=case.groups, options=case.options, **case.config
     ) as (model, engine, optimizer):
@@ -181,7 +181,7 @@ def run(case, folder, steps, *, load=None, save=None, seed=0, wait=True):
 
 
 def assert_resumes(case, folder, other=None):
-    """other: a Case that the run is resumed in, of the same mathematics."""
+    """`other`: the Case in which the run resumes; its mathematics are the same."""
     expected_losses, expected = run(case, folder, range(NUM_STEPS))
     losses, _ = run(case, folder, range(SAVED_AFTER), save=folder / "checkpoint")
     more, got = run(other or case, folder, range(SAVED_AFTER, NUM_STEPS), load=folder / "checkpoint", seed=1)
@@ -210,7 +210,7 @@ PLACED_SAMPLE = [
 
 
 @pytest.mark.parametrize("config", sample(PLACED, PLACED_SAMPLE))
-def test_a_resumed_run_is_the_uninterrupted_one_in_every_placement(config, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_run_in_every_placement(config, tmp_path):
     assert_resumes(Case(config=config), tmp_path)
 
 
@@ -244,7 +244,7 @@ def sequential(optimizer):
 
 
 class Halves:
-    """A callable with a state of its own, which LambdaLR keeps."""
+    """A callable with state, which LambdaLR saves."""
 
     def __init__(self):
         self.factor = 0.5
@@ -296,7 +296,7 @@ CASES_SAMPLE = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("case", sample(CASES, CASES_SAMPLE))
-def test_a_resumed_run_is_the_uninterrupted_one_with_every_optimizer_and_schedule(case, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_run_for_every_optimizer(case, tmp_path):
     if "tight" in case.config.values():
         case = copy.copy(case)
         config = {k: v for k, v in case.config.items() if v != "tight"}
@@ -307,7 +307,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_with_every_optimizer_and_schedul
 
 
 class Counts(nn.Module):
-    """Its extra state is a value that is no tensor."""
+    """The module's extra state is not a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -340,7 +340,7 @@ def partly_frozen():
 
 
 def small_and_odd():
-    """Parameters that no engine manages: integers, none of any elements; and buffers of several dtypes."""
+    """Parameters that the engine does not manage (integers, no elements), and buffers of several dtypes."""
 
     def build(self):
         self.first = nn.Linear(H, H)
@@ -376,7 +376,7 @@ ODD_CONFIGS = {"nvme": NVME, "device-bf16": ON_DEVICE | {"dtype": "bf16"}, "auto
     ]
     + [pytest.param(TRAITS["max_norm"], ON_DEVICE | {"dtype": "bf16"}, id="max_norm-device-default")],
 )
-def test_odd_models_resume(model, config, tmp_path):
+def test_unusual_models_resume_with_the_same_bits(model, config, tmp_path):
     dtype = torch.bfloat16 if config.get("dtype") == "bf16" else torch.float32
 
     def train(model, optimizer, step):
@@ -387,12 +387,12 @@ def test_odd_models_resume(model, config, tmp_path):
         return loss.item()
 
     if dtype is torch.bfloat16 and model in (small_and_odd, MODELS["convolution"], MODELS["spectral_norm"]):
-        pytest.skip("it computes with values of two dtypes, which PyTorch refuses")
+        pytest.skip("the model computes with two dtypes, which PyTorch refuses")
     assert_resumes(Case(make=model, train=train, config=config), tmp_path)
 
 
-def test_the_seed_of_rounding_outlives_two_resumptions(tmp_path):
-    """It is that of the first run, whatever the configurations of those that go on say."""
+def test_the_seed_of_rounding_survives_two_resumptions(tmp_path):
+    """Resumed runs use the seed of the first run, not the seed of their own configuration."""
 
     def go(steps, seed, load=None, save=None):
         torch.manual_seed(seed)
@@ -441,7 +441,7 @@ def test_a_run_resumes_in_every_other_placement(before, after, dtype, tmp_path):
     )
 
 
-# ---- while training goes on ----
+# ---- saves while training continues ----
 
 
 def deep():
@@ -449,7 +449,7 @@ def deep():
 
 
 def train_deep(model, optimizer, step):
-    """Micro-batches as many as were declared."""
+    """One step with `accumulation_steps` micro-batches."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[infinity.engine_of(model).config.dtype]
     total = 0.0
     for micro in range(optimizer.accumulation_steps):
@@ -466,7 +466,7 @@ DELAYS = ("write", "read", "update", "cg", "gc", "cn", "lanes")
 
 @contextlib.contextmanager
 def delayed(engine, what, seconds=0.004):
-    """One link is slow."""
+    """Slows one link down: `what` is a lane, "lanes", "read" or "write"."""
     lanes = {lane.name: lane for lane in (*engine._lanes(), engine.records._writer)}
     chosen = lanes.values() if what == "lanes" else [lanes[what]] if what in lanes else []
     for lane in chosen:
@@ -485,7 +485,7 @@ def delayed(engine, what, seconds=0.004):
 
 
 def loaded_states(path, make, folder, **config):
-    """What a checkpoint holds, seen by another engine."""
+    """`everything` of another engine after a load of the checkpoint, without draws."""
     with training(make, folder, seed=77, **config) as (model, engine, optimizer):
         infinity.load(path, model, optimizer)
         found = everything(model, engine, optimizer)
@@ -503,7 +503,7 @@ def expected_states(make, folder, num_steps, **config):
 
 
 def goes_on(folder, what, make=deep, **config):
-    """Save after two steps and go on for three while it is written: the checkpoint is of the call, the end is of five steps."""
+    """Saves after two steps and trains three more during the save. The checkpoint has two steps, the engine five."""
     at_call = expected_states(make, folder, 2, **config)
     at_end = expected_states(make, folder, 5, **config)
     with no_hang(60), training(make, folder, **config) as (model, engine, optimizer):
@@ -535,7 +535,7 @@ GOING_SAMPLE = [
 
 
 @pytest.mark.parametrize("config, delay", [pytest.param(*p.values[0], id=p.id, marks=p.marks) for p in sample(GOING, GOING_SAMPLE)])
-def test_the_checkpoint_is_of_the_call_while_training_goes_on(config, delay, tmp_path):
+def test_a_checkpoint_has_the_states_of_the_call_while_training_continues(config, delay, tmp_path):
     goes_on(tmp_path, delay, **config | {"chunk_mib": 1 / 512})
 
 
@@ -595,7 +595,7 @@ def drop_gradients(model, engine, optimizer, folder):
     loss_of(model(inputs(model, 0))).backward()
     try:
         optimizer.zero_grad()
-    except infinity.UsageError:  # a backward pass that updates: it must be finished
+    except infinity.UsageError:  # updates run in backward: the step must be finished
         optimizer.step()
 
 
@@ -686,7 +686,7 @@ ON_DEVICE_SAMPLE = (write_gathered, write_in_forward, load_zeros)
         for is_default in [(where == "nvme" and then in ON_NVME_SAMPLE) or (where == "device" and then in ON_DEVICE_SAMPLE)]
     ],
 )
-def test_whatever_happens_meanwhile_the_checkpoint_is_of_the_call(then, where, delay, tmp_path):
+def test_a_checkpoint_has_the_states_of_the_call_after_any_other_call(then, where, delay, tmp_path):
     config = WHERE[where]
     at_call = expected_states(deep, tmp_path, 1, **config)
     with no_hang(60), training(deep, tmp_path, **config) as (model, engine, optimizer):
@@ -699,7 +699,7 @@ def test_whatever_happens_meanwhile_the_checkpoint_is_of_the_call(then, where, d
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
 
 
-def test_an_overflow_right_after_a_save_changes_neither(tmp_path):
+def test_an_overflow_right_after_a_save_does_not_change_the_checkpoint(tmp_path):
     options = {"loss_scale": LossScale(initial=1024.0, interval=2)}
     config = NVME | {"dtype": "fp16", "options": options}
     at_call = expected_states(deep, tmp_path, 2, **config)
@@ -718,7 +718,7 @@ def test_an_overflow_right_after_a_save_changes_neither(tmp_path):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("where", ["nvme", "device"])
-def test_an_exception_that_ends_the_engine_leaves_the_checkpoint_before(where, wait, tmp_path):
+def test_an_exception_that_ends_the_engine_keeps_the_last_checkpoint(where, wait, tmp_path):
     config = WHERE[where]
     before = our_threads()
     path, at_call = tmp_path / "checkpoint", expected_states(deep, tmp_path, 1, **config)
@@ -739,7 +739,7 @@ def test_an_exception_that_ends_the_engine_leaves_the_checkpoint_before(where, w
     assert our_threads() <= before
 
 
-def test_leaving_the_engine_in_the_ordinary_way_finishes_the_checkpoint(tmp_path):
+def test_a_normal_exit_of_the_engine_finishes_the_checkpoint(tmp_path):
     at_call = expected_states(deep, tmp_path, 1, **NVME)
     for end in (lambda: None, lambda: exec("raise SystemExit(0)")):
         with contextlib.suppress(SystemExit), training(deep, tmp_path, **NVME) as (model, engine, optimizer):
@@ -752,7 +752,7 @@ def test_leaving_the_engine_in_the_ordinary_way_finishes_the_checkpoint(tmp_path
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_failed_write_is_told_once_and_training_goes_on(wait, code, tmp_path):
+def test_a_failed_write_is_reported_once_and_training_continues(wait, code, tmp_path):
     at_end = expected_states(deep, tmp_path, 4, **ON_DEVICE)
     path = tmp_path / "checkpoint"
     with no_hang(60), training(deep, tmp_path, **ON_DEVICE) as (model, engine, optimizer):
@@ -797,7 +797,7 @@ def train_on_ranks(model, optimizer, steps):
 
 
 def save_on_ranks(folder, path, wait=True, **changes):
-    """Train two steps and save; the states then, as bytes, and those two steps later."""
+    """Trains two steps and saves. Returns (states then, states two steps later, a random number); states are bytes."""
     model, optimizer = built_on_ranks(folder, 0, **changes)
     with infinity.engine_of(model) as engine:
         train_on_ranks(model, optimizer, range(2))
@@ -865,7 +865,7 @@ def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("places", [RANKS_NVME, pytest.param(RANKS_HOST, marks=LONG), pytest.param(RANKS_DEVICE, marks=LONG)], ids=str)
-def test_ranks_go_on_while_the_checkpoint_is_written(worlds, places, size, tmp_path):  # noqa: F811
+def test_ranks_train_on_while_the_checkpoint_is_written(worlds, places, size, tmp_path):  # noqa: F811
     expected = on(worlds, size, save_on_ranks, tmp_path, tmp_path / "a", dtype="bf16", **places)
     got = on(worlds, size, save_on_ranks, tmp_path, tmp_path / "b", wait=False, dtype="bf16", **places)
     assert [rank[:2] for rank in got] == [rank[:2] for rank in expected]
@@ -880,7 +880,7 @@ def descriptors_after_failures(folder, how):
         infinity.save(folder / "good", model, optimizer)
         found, texts = [], []
         for attempt in range(4):
-            train_on_ranks(model, optimizer, range(1, 2))  # else files are linked
+            train_on_ranks(model, optimizer, range(1, 2))  # changes the records: otherwise save links the files
             statvfs = os.fstatvfs
             try:
                 if how == "full" and rank == 0:
@@ -905,7 +905,7 @@ def descriptors_after_failures(folder, how):
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("save elsewhere", marks=LONG), pytest.param("load elsewhere", marks=LONG)])
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing_open(worlds, how, tmp_path):  # noqa: F811
+def test_a_failure_on_one_rank_fails_all_ranks_and_leaks_nothing(worlds, how, tmp_path):  # noqa: F811
     for found, texts in worlds(2).run(descriptors_after_failures, tmp_path, how):
         assert len(texts) == 4, texts
         assert found[-1] == found[0], f"(descriptors, threads) after each failure: {found}"
@@ -929,7 +929,7 @@ def two_large_layers(order=("token", "head"), tie=False):
 
 
 def joined(states):
-    """Tiles, which are rows here, put together under the layer's name."""
+    """Concatenates the tiles of a layer, which are rows here, under the layer's name."""
     found = {}
     for name, segments in states.items():
         whole = re.sub(r"\.tiles\.\d+\.", ".", name)
@@ -968,7 +968,7 @@ def test_tiles_are_loaded_into_other_tiles(above, later, tie, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("above, later", TILING_PAIRS + [pytest.param(None, None, id="plain")])
-def test_a_tied_layer_may_be_named_the_other_way_round(above, later, tmp_path):
+def test_a_tied_layer_is_loaded_under_its_other_name(above, later, tmp_path):
     config = {**NVME, "chunk_mib": 1 / 512}
     with training(two_large_layers(tie=True), tmp_path, tile_above=above, **config) as (model, engine, optimizer):
         train_trait(model, optimizer, 0)
@@ -984,7 +984,7 @@ def test_a_tied_layer_may_be_named_the_other_way_round(above, later, tmp_path):
 
 
 @pytest.mark.parametrize("order", list(map("".join, itertools.permutations("abc"))))
-def test_a_parameter_of_three_names_may_be_named_by_any(order, tmp_path):
+def test_a_parameter_with_three_names_is_loaded_under_any_of_them(order, tmp_path):
     def make(order):
         def build(self):
             weight = nn.Parameter(torch.randn(H, H))
@@ -1002,7 +1002,7 @@ def test_a_parameter_of_three_names_may_be_named_by_any(order, tmp_path):
         assert_alike(engine.read_state(model.b.weight), expected)
 
 
-# ---- what is not written again ----
+# ---- linked files ----
 
 
 def frozen_half():
@@ -1013,7 +1013,7 @@ def frozen_half():
 
 
 def record_files(path):
-    """{what they hold: {inode, ...}} of a checkpoint, by the manifest."""
+    """{whether the records are trained: {inode of a record file, ...}} of a checkpoint, by the manifest."""
     content = json.loads((path / "manifest.json").read_text())
     found = {True: set(), False: set()}
     for chunk in content["chunks"]:
@@ -1024,7 +1024,7 @@ def record_files(path):
 
 
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
-def test_frozen_records_are_linked_and_others_are_not(places, tmp_path):
+def test_only_files_of_frozen_records_are_linked(places, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     with training(frozen_half, tmp_path, **places) as (model, engine, optimizer):
         train_trait(model, optimizer, 0)
@@ -1054,14 +1054,14 @@ def test_frozen_records_are_linked_and_others_are_not(places, tmp_path):
         infinity.load(here, model, optimizer)
         assert_same_states(states_of(engine, model), changed)
         train_trait(model, optimizer, 3)
-        infinity.save(there, model, optimizer)  # what was loaded is not what was saved last
+        infinity.save(there, model, optimizer)  # the loaded checkpoint is not the last saved one
         later = states_of(engine, model)
     with training(frozen_half, tmp_path, seed=1, **places) as (model, engine, optimizer):
         infinity.load(there, model, optimizer)
         assert_same_states(states_of(engine, model), later)
 
 
-def test_a_second_checkpoint_of_the_same_moment_is_linked_and_whole(tmp_path):
+def test_a_second_checkpoint_of_the_same_step_is_linked_and_whole(tmp_path):
     with training(deep, tmp_path, **NVME) as (model, engine, optimizer):
         train_deep(model, optimizer, 0)
         infinity.save(tmp_path / "a", model, optimizer)
@@ -1078,8 +1078,8 @@ def test_a_second_checkpoint_of_the_same_moment_is_linked_and_whole(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EMLINK], ids=lambda code: errno.errorcode[code])
-def test_where_no_link_can_be_made_the_file_is_written(code, tmp_path, monkeypatch):
-    """Filesystems without links, the same filesystem mounted twice, too many links, the old checkpoint removed meanwhile."""
+def test_a_file_that_cannot_be_linked_is_written(code, tmp_path, monkeypatch):
+    """Cases: no links on the filesystem, a filesystem mounted twice, too many links, the old checkpoint removed meanwhile."""
 
     def link(*_, **__):
         raise OSError(code, os.strerror(code))
@@ -1091,7 +1091,7 @@ def test_where_no_link_can_be_made_the_file_is_written(code, tmp_path, monkeypat
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).extra == "second"
 
 
-def test_the_old_checkpoint_may_be_gone(tmp_path):
+def test_save_works_after_the_last_checkpoint_was_removed(tmp_path):
     with training(frozen_half, tmp_path) as (model, engine, optimizer):
         infinity.save(tmp_path / "checkpoint", model, optimizer)
         shutil.rmtree(tmp_path / "checkpoint")
@@ -1099,11 +1099,11 @@ def test_the_old_checkpoint_may_be_gone(tmp_path):
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).extra == "second"
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def saved(tmp_path, make=mlp, **config):
-    """A checkpoint of one step."""
+    """The path of a checkpoint after one step."""
     scheduler = config.pop("schedule", None)
     with training(make, tmp_path, **config) as (model, engine, optimizer):
         train_trait(model, optimizer, 0)
@@ -1139,20 +1139,20 @@ def groups_turned(model):
     return two_groups(model)[::-1]
 
 
-REFUSED = {  # what is loaded into an mlp(3) of fp32 and AdamW: changes of the engine that loads, words of the error
+REFUSED = {  # difference: (changes of the engine that loads, words of the error). The checkpoint is of an mlp(3) of fp32 and AdamW
     "model": (
         {"make": mlp_of(several_differences)},
-        ["missing in the checkpoint: extra", "unknown to the model: layers.2.bias, layers.2.weight", "layers.1.weight has shape [24, 24] there"]
-        + ["[48, 24] here", "layers.1.bias has shape [24] there and [48] here", "buffer count is only in the model"],
+        ["missing in the checkpoint: extra", "unknown to the model: layers.2.bias, layers.2.weight", "layers.1.weight has shape [24, 24] in"]
+        + ["and [48, 24] in the model", "layers.1.bias has shape [24] in the checkpoint and [48] in", "buffer count is only in the model"],
     ),
-    "dtype": ({"dtype": "bf16"}, ["saved with dtype='fp32', this is 'bf16'", "safetensors"]),
+    "dtype": ({"dtype": "bf16"}, ["saved with dtype='fp32', expected 'bf16'", "safetensors"]),
     "moments": (
         {"optimizer": infinity.SGD, "options": {"momentum": 0.9}},
         ["has moments momentum in fp32", "momentum, variance", "load without the optimizer"],
     ),
     "no moments": ({"optimizer": infinity.SGD}, ["has moments none", "momentum, variance"]),
-    "groups": ({"groups": two_groups}, ["1 parameter groups there, 2 here"]),
-    "frozen": ({"make": mlp_of(frozen_first)}, ["layers.0.weight is trained there and not here", "layers.0.bias is trained"]),
+    "groups": ({"groups": two_groups}, ["1 parameter groups in the checkpoint, 2 in the optimizer"]),
+    "frozen": ({"make": mlp_of(frozen_first)}, ["layers.0.weight is trained in the checkpoint and not in", "layers.0.bias is trained"]),
 }
 
 
@@ -1182,15 +1182,15 @@ def test_moments_in_bf16_and_in_fp32_are_not_mixed(tmp_path):
         train_gpt(model, optimizer, 0)
         infinity.save(path, model, optimizer)
     with training(tiny_gpt, tmp_path, **MOMENTS) as (model, engine, optimizer):
-        with pytest.raises(infinity.CheckpointError, match="momentum, variance in bf16, there are momentum, variance in fp32"):
+        with pytest.raises(infinity.CheckpointError, match="momentum, variance in bf16, the checkpoint has momentum, variance in fp32"):
             infinity.load(path, model, optimizer)
         infinity.load(path, model)
 
 
-def test_frozen_there_and_trained_here_is_refused_with_the_optimizer_only(tmp_path):
+def test_frozen_records_of_trained_parameters_load_without_the_optimizer(tmp_path):
     path = saved(tmp_path, mlp_of(frozen_first))
     with training(mlp_of(lambda model: None), tmp_path, seed=1) as (model, engine, optimizer):
-        with pytest.raises(infinity.CheckpointError, match="layers.0.weight is frozen there and not here"):
+        with pytest.raises(infinity.CheckpointError, match="layers.0.weight is frozen in the checkpoint and not in the model"):
             infinity.load(path, model, optimizer)
         infinity.load(path, model)
         got = model.state_dict()
@@ -1199,7 +1199,7 @@ def test_frozen_there_and_trained_here_is_refused_with_the_optimizer_only(tmp_pa
         assert_alike(dict(model.state_dict()), dict(got))
 
 
-def test_a_checkpoint_of_another_optimizer_with_the_same_moments_is_not_taken_in_silence(tmp_path):
+def test_a_checkpoint_of_another_optimizer_with_equal_moments_is_refused(tmp_path):
     with training(mlp, tmp_path, optimizer=infinity.Lion, options={"lr": 1e-3}) as (model, engine, optimizer):
         train_trait(model, optimizer, 0)
         infinity.save(tmp_path / "checkpoint", model, optimizer)
@@ -1235,9 +1235,9 @@ def no_place(kind, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, words",
-    [("missing", "is no directory"), ("empty", "holds no checkpoint"), ("file", "is no directory|Not a directory"), ("parent", "is no directory")],
+    [("missing", "not a directory"), ("empty", "holds no checkpoint"), ("file", "[Nn]ot a directory"), ("parent", "not a directory")],
 )
-def test_where_no_checkpoint_is_nothing_is_loaded(kind, words, tmp_path):
+def test_load_without_a_checkpoint_changes_nothing(kind, words, tmp_path):
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
         before = states_of(engine, model)
         with pytest.raises(infinity.CheckpointError, match=words):
@@ -1253,7 +1253,7 @@ def test_where_no_checkpoint_is_nothing_is_loaded(kind, words, tmp_path):
         ("below a file", infinity.CheckpointError, "is not a directory"),
     ],
 )
-def test_where_no_checkpoint_can_be_made_training_goes_on(kind, error, words, tmp_path):
+def test_training_continues_after_a_save_to_an_impossible_path(kind, error, words, tmp_path):
     at_end = expected_states(deep, tmp_path / "swap", 2)
     with training(deep, tmp_path / "swap") as (model, engine, optimizer):
         train_deep(model, optimizer, 0)
@@ -1267,15 +1267,15 @@ def test_where_no_checkpoint_can_be_made_training_goes_on(kind, error, words, tm
         assert_alike(end, at_end)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_place_that_may_not_be_written(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every directory")
+def test_save_refuses_a_directory_without_write_permission(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
         with pytest.raises(infinity.SwapError, match="may write"):
             infinity.save(tmp_path / "closed" / "checkpoint", model, optimizer)
 
 
-def test_a_foreign_manifest_is_left_alone_and_the_place_is_not_kept_locked(tmp_path):
+def test_save_keeps_a_foreign_manifest_and_unlocks_the_directory(tmp_path):
     path = tmp_path / "checkpoint"
     path.mkdir()
     (path / "manifest.json").write_text('{"of": "something else"}')
@@ -1289,7 +1289,7 @@ def test_a_foreign_manifest_is_left_alone_and_the_place_is_not_kept_locked(tmp_p
         infinity.load(path, model, optimizer)
 
 
-def test_two_that_write_to_one_place_at_once(tmp_path):
+def test_two_engines_cannot_save_to_one_directory_at_once(tmp_path):
     path = tmp_path / "checkpoint"
     with training(deep, tmp_path / "a", **NVME) as (model, engine, optimizer), training(deep, tmp_path / "b") as (other, _, adam):
         with delayed(engine, "write", 0.05):
@@ -1302,7 +1302,7 @@ def test_two_that_write_to_one_place_at_once(tmp_path):
         assert infinity.load(path, model, optimizer).extra == "second"
 
 
-def test_a_checkpoint_is_made_between_two_steps(tmp_path):
+def test_save_is_refused_during_a_step(tmp_path):
     path = tmp_path / "checkpoint"
 
     def refused(words):
@@ -1327,7 +1327,7 @@ def test_a_checkpoint_is_made_between_two_steps(tmp_path):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("call", [infinity.save, infinity.load], ids=["save", "load"])
-def test_nothing_is_saved_or_loaded_while_the_model_runs(call, where, tmp_path):
+def test_save_and_load_are_refused_while_the_model_runs(call, where, tmp_path):
     caught = []
 
     def inside(*_):
@@ -1347,7 +1347,7 @@ def test_nothing_is_saved_or_loaded_while_the_model_runs(call, where, tmp_path):
         infinity.save(tmp_path / "checkpoint", model, optimizer)
 
 
-def test_what_the_model_dropped_is_in_nobodys_way(tmp_path):
+def test_save_works_after_gradients_were_dropped(tmp_path):
     with training(mlp, tmp_path / "swap", update="deferred", **NVME) as (model, engine, optimizer):
         loss_of(model(inputs(model, 0))).backward()
         model.zero_grad()
@@ -1355,7 +1355,7 @@ def test_what_the_model_dropped_is_in_nobodys_way(tmp_path):
         train_trait(model, optimizer, 0)
 
 
-def test_load_cures_a_torn_engine(tmp_path):
+def test_load_repairs_a_torn_engine(tmp_path):
     path = tmp_path / "checkpoint"
     at_end = expected_states(deep, tmp_path, 3, update="backward", **NVME)
     with training(deep, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
@@ -1384,7 +1384,7 @@ def test_load_cures_a_torn_engine(tmp_path):
         infinity.save(tmp_path / "cured", model, optimizer)
 
 
-def test_what_was_accumulated_is_forgotten_by_load(tmp_path):
+def test_load_drops_accumulated_gradients(tmp_path):
     path, options = tmp_path / "checkpoint", {"accumulation_steps": 2}
     at_end = expected_states(deep, tmp_path, 2, options=options, **NVME)
     with training(deep, tmp_path, options=options, **NVME) as (model, engine, optimizer):
@@ -1398,7 +1398,7 @@ def test_what_was_accumulated_is_forgotten_by_load(tmp_path):
         assert_alike(end, at_end)
 
 
-def test_a_closed_engine_another_optimizer_and_a_plain_model(tmp_path):
+def test_a_closed_engine_a_foreign_optimizer_and_a_plain_model_are_refused(tmp_path):
     with training(mlp, tmp_path) as (model, engine, optimizer), training(mlp, tmp_path) as (other, _, adam):
         for call in (infinity.save, infinity.load):
             with pytest.raises(infinity.UsageError, match="the optimizer is not that of this model"):
@@ -1413,7 +1413,7 @@ def test_a_closed_engine_another_optimizer_and_a_plain_model(tmp_path):
                 call(tmp_path / "checkpoint", model, optimizer)
 
 
-def test_a_failed_load_is_remembered_until_another_one_succeeds(tmp_path):
+def test_a_failed_load_stops_training_until_another_load_succeeds(tmp_path):
     path = saved(tmp_path, deep)
     with training(deep, tmp_path, seed=1, **NVME) as (model, engine, optimizer):
         train_deep(model, optimizer, 0)
@@ -1433,7 +1433,7 @@ def test_a_failed_load_is_remembered_until_another_one_succeeds(tmp_path):
         train_deep(model, optimizer, 1)
 
 
-def test_without_an_optimizer_weights_are_loaded_and_moments_begin_anew(tmp_path):
+def test_load_without_an_optimizer_resets_the_moments(tmp_path):
     for dtype in ("bf16", "fp16"):
         folder = tmp_path / dtype
         folder.mkdir()
@@ -1456,7 +1456,7 @@ def test_without_an_optimizer_weights_are_loaded_and_moments_begin_anew(tmp_path
             train_gpt(model, optimizer, 2)
 
 
-# ---- memory, and what is left ----
+# ---- memory, open files, threads ----
 
 
 class Watched(Arena):
@@ -1476,7 +1476,7 @@ class Watched(Arena):
 @pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.system.staging_buffers.BUFFER_NBYTES])
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 def test_two_staging_buffers_are_enough_for_records_of_any_size(places, most, tmp_path, monkeypatch):
-    """2 x the largest segment, at most 16 MiB each."""
+    """The staging memory is two buffers of the largest segment's size, at most `most` bytes each."""
     monkeypatch.setattr(Watched, "made", [])
     monkeypatch.setattr(infinity.system.staging_buffers, "BUFFER_NBYTES", most)
     for module in (infinity.system.staging_buffers, infinity.checkpoints.reader):
@@ -1497,7 +1497,7 @@ def test_two_staging_buffers_are_enough_for_records_of_any_size(places, most, tm
         assert [arena.most_nbytes for arena in Watched.made] == [2 * min(largest, most)]
         assert [arena.nbytes for arena in Watched.made] == [0] and engine.arena.nbytes == engines_nbytes
         Watched.made.clear()
-        infinity.load(tmp_path / "checkpoint", model, optimizer)  # straight to where they belong
+        infinity.load(tmp_path / "checkpoint", model, optimizer)  # load reads directly into the records of the engine
         assert [arena.most_nbytes for arena in Watched.made] == [0] and engine.arena.nbytes == engines_nbytes
         found = everything(model, engine, optimizer)
         del found["drawn"]
@@ -1511,8 +1511,8 @@ def test_two_staging_buffers_are_enough_for_records_of_any_size(places, most, tm
 
 
 @LONG
-def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_disk(tmp_path):
-    """In a process of its own, for what would be used after it was freed here is memory."""
+def test_a_failed_engine_ends_an_update_that_waits_for_a_save(tmp_path):
+    """In its own process: the bug was a use of freed memory."""
     source = """
     import sys, time
     from pathlib import Path
@@ -1525,7 +1525,7 @@ def test_an_engine_that_fails_while_its_update_lane_waits_for_the_checkpoints_di
         return chunk.index in saving.reader.snapshot._busy and chunk.update.is_running
 
     folder, first = Path(sys.argv[1]), []
-    least = least_host_memory(deep, folder, update="deferred", **NVME)  # so that somebody waits for a slot, and learns of it
+    least = least_host_memory(deep, folder, update="deferred", **NVME)  # least memory: a thread waits for a slot and gets the error
     try:
         with training(deep, folder, update="deferred", host_memory=least, **NVME) as (model, engine, optimizer):
             train_deep(model, optimizer, 0)
@@ -1558,7 +1558,7 @@ def left():
 
 
 @pytest.mark.parametrize("wait", [pytest.param(True, marks=LONG), False])
-def test_nothing_is_left_open_whether_it_succeeds_or_not(wait, tmp_path):
+def test_saves_and_loads_leave_no_open_files_and_no_threads(wait, tmp_path):
     def attempt(path, **options):
         saving = infinity.save(path, model, optimizer, wait=wait, **options)
         train_deep(model, optimizer, 1)
@@ -1604,7 +1604,7 @@ def test_progress_counts_to_the_end(tmp_path):
         assert seen[-1] == (total, total) and len(seen) == len(engine.registry.chunks) and seen == sorted(seen)
 
 
-# ---- values of the program's ----
+# ---- values of the program ----
 
 VALUES = {
     "floats": [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1.7976931348623157e308, 0.1, 1e22],
@@ -1647,7 +1647,7 @@ def arrays_of_all_dtypes():
 
 @pytest.fixture
 def roundtrip(tmp_path):
-    """What comes back of a value."""
+    """Saves a value as `extra` and returns the loaded value."""
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
 
         def there_and_back(value):
@@ -1658,26 +1658,26 @@ def roundtrip(tmp_path):
 
 
 @pytest.mark.filterwarnings("error")
-def test_values_come_back_as_they_were(roundtrip):
+def test_values_are_loaded_unchanged(roundtrip):
     assert_alike(roundtrip(VALUES), VALUES)
     for value in (None, 1, math.nan, (1, 2), {}, VALUES["counter"], b"x"):
         assert_alike(roundtrip(value), value)
 
 
-def test_tensors_come_back_as_they_were(roundtrip):
+def test_tensors_are_loaded_unchanged(roundtrip):
     values = list(tensors_of_all_dtypes())
     assert_alike(roundtrip(values), values)
     back = roundtrip({"parameter": nn.Parameter(torch.ones(2)), "part": torch.arange(10)[3:5]})
     assert type(back["parameter"]) is torch.Tensor and back["part"].untyped_storage().nbytes() == 16
-    back["part"] += 1  # it may be written to
+    back["part"] += 1  # a loaded tensor is writable
 
 
 @pytest.mark.filterwarnings("error")
-def test_arrays_come_back_as_they_were(roundtrip):
+def test_arrays_are_loaded_unchanged(roundtrip):
     values = list(arrays_of_all_dtypes())
     back = roundtrip(values)
     assert_alike(back, values)
-    back[0][:] = 1  # they may be written to
+    back[0][:] = 1  # loaded arrays are writable
     big = np.arange(3, dtype=">i4")
     try:
         back = roundtrip([big])[0]
@@ -1687,7 +1687,7 @@ def test_arrays_come_back_as_they_were(roundtrip):
         assert (back == big).all()
 
 
-def test_kinds_of_numbers_and_containers_come_back_equal(roundtrip):
+def test_numbers_and_containers_of_other_types_are_loaded_as_equals(roundtrip):
     value = {
         "numpy": [np.float32(0.1), np.int64(7), np.bool_(True), np.str_("a"), np.float64("nan")],
         "ordered": collections.OrderedDict(b=1, a=2),
@@ -1728,7 +1728,7 @@ Pair = collections.namedtuple("Pair", "a b")
     ],
     ids=lambda value: value.split("]")[0] if isinstance(value, str) else "",
 )
-def test_a_value_that_cannot_be_kept_is_named(value, where, tmp_path):
+def test_the_error_names_a_value_that_cannot_be_saved(value, where, tmp_path):
     with training(mlp, tmp_path / "swap") as (model, engine, optimizer):
         train_trait(model, optimizer, 0)
         before = set(tmp_path.rglob("*"))
@@ -1758,7 +1758,7 @@ def test_a_value_may_change_once_save_has_returned(tmp_path):
         assert_alike(infinity.load(tmp_path / "checkpoint", model, optimizer).extra, {"a": [1], "t": torch.zeros(3), "n": np.zeros(3)})
 
 
-def test_generators_go_on_where_they_were(tmp_path):
+def test_generators_continue_after_a_load(tmp_path):
     with training(mlp, tmp_path) as (model, engine, optimizer):
         seed_all(3)
         infinity.save(tmp_path / "checkpoint", model, optimizer)
@@ -1774,12 +1774,12 @@ def test_generators_go_on_where_they_were(tmp_path):
         assert_alike(draws(), expected)
 
 
-def test_the_signatures_are_those_that_are_documented():
+def test_the_signatures_are_the_documented_ones():
     assert list(inspect.signature(infinity.save).parameters)[:6] == ["path", "model", "optimizer", "scheduler", "extra", "wait"]
     assert list(inspect.signature(infinity.load).parameters)[:4] == ["path", "model", "optimizer", "scheduler"]
 
 
-def test_a_path_may_be_text_relative_or_a_link(tmp_path, monkeypatch):
+def test_a_path_may_be_a_text_relative_or_a_link(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real").mkdir()
     os.symlink("real", tmp_path / "link")
@@ -1799,7 +1799,7 @@ def test_a_path_may_be_text_relative_or_a_link(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "place", [NVME, {"param_tier": "host", "optimizer_state_tier": "host"}, {"device_memory": "40MiB"}, {}], ids=["nvme", "host", "margin", "device"]
 )
-def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, tmp_path, deterministic):
+def test_a_resumed_run_equals_the_uninterrupted_run_on_a_gpu(place, dtype, memory, tmp_path, deterministic):
     def make():
         return GPT(hidden=256, layers=4, heads=4, vocab=1000, seq=64)
 
@@ -1820,7 +1820,7 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         saving.wait()
         stats = engine.stats()
         expected = states_of(engine, model)
-    if place in ({}, {"device_memory": "40MiB"}):  # beside much other work steps may become longer by themselves, and all goes home
+    if place in ({}, {"device_memory": "40MiB"}):  # on a busy machine steps take longer, and the engine rolls its placement back
         assert stats["num_chunks_on_device"] or stats["num_placement_rollbacks"]
     else:
         assert not stats["num_chunks_on_device"]
@@ -1830,10 +1830,10 @@ def test_on_a_gpu_a_resumed_run_is_the_uninterrupted_one(place, dtype, memory, t
         assert_same_states(states_of(engine, model), expected)
 
 
-# ---- what an independent reading found ----
+# ---- found in a review ----
 
 
-def test_what_could_not_be_read_again_is_refused_by_name(tmp_path):
+def test_the_error_names_a_buffer_or_extra_that_cannot_be_saved(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         for strange in (torch.zeros(4, dtype=torch.float8_e5m2fnuz), torch.eye(3).to_sparse(), torch.empty(2, device="meta")):
             model.register_buffer("strange", strange)
@@ -1846,7 +1846,7 @@ def test_what_could_not_be_read_again_is_refused_by_name(tmp_path):
         assert not (tmp_path / "checkpoint").exists()
 
 
-def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
+def test_a_relative_path_is_resolved_at_the_call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         saving = infinity.save("checkpoint", model, optimizer, wait=False)
@@ -1855,7 +1855,7 @@ def test_a_relative_path_is_that_of_the_call(tmp_path, monkeypatch):
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 0
 
 
-def test_a_program_that_ends_has_its_checkpoint(tmp_path):
+def test_a_program_that_ends_finishes_its_checkpoint(tmp_path):
     source = """
         import os, sys, torch, infinity
         from infinity.model.gpt import GPT
@@ -1869,7 +1869,7 @@ def test_a_program_that_ends_has_its_checkpoint(tmp_path):
         infinity.save(sys.argv[1] + "/checkpoint", model, optimizer, wait=False)
         child = os.fork()
         if not child:
-            sys.exit(3)  # runs what is registered for the end of the program
+            sys.exit(3)  # runs the atexit functions
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     """
     run_python(textwrap.dedent(source), tmp_path)
@@ -1877,7 +1877,7 @@ def test_a_program_that_ends_has_its_checkpoint(tmp_path):
         assert checkpoint.verify() and checkpoint.manifest.step == 1
 
 
-def test_a_checkpoint_needs_no_further_step(tmp_path, monkeypatch):
+def test_a_checkpoint_ends_without_a_further_step(tmp_path, monkeypatch):
     monkeypatch.setattr(infinity.checkpoints.save, "PATIENCE_S", 0.1)
     with training(mlp, tmp_path, **NVME, update="backward") as (model, engine, optimizer):
         train_mlp = loss_of(model(inputs(model, 0)))
@@ -1887,7 +1887,7 @@ def test_a_checkpoint_needs_no_further_step(tmp_path, monkeypatch):
         assert saving.reader.over.wait(60) and saving.error is None
 
 
-def test_what_refuses_its_state_is_an_error_of_the_checkpoint(tmp_path):
+def test_a_scheduler_that_refuses_its_state_is_a_checkpoint_error(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         plain = lr_scheduler.StepLR(optimizer, 1)
         infinity.save(tmp_path / "checkpoint", model, optimizer, scheduler=plain)
@@ -1909,5 +1909,5 @@ def own_extra(folder):
 
 
 @pytest.mark.long
-def test_an_extra_that_differs_by_rank_is_refused(worlds, tmp_path):  # noqa: F811
+def test_an_extra_that_differs_between_ranks_is_refused(worlds, tmp_path):  # noqa: F811
     assert all("the ranks gave different ones" in text for text in worlds(2).run(own_extra, tmp_path))

@@ -1,8 +1,8 @@
-"""A checkpoint on the disk: old or new, whole, whenever the writer is killed or the disk fails; damage is found and located; and
-nothing that a hostile file says runs code, hangs or takes memory.
+"""Files of a checkpoint. After a kill or a disk error the directory has the old or the new checkpoint, whole. Verification locates damage.
+No hostile file runs code, hangs the reader or takes much memory.
 
-Promises 8 to 11. Processes that are to be killed are forked by a nursery, which has imported what they need and starts no thread.
-Longer than other test files: these four promises share their checkpoints and their processes.
+A nursery forks the processes that a test kills. The nursery has imported their modules and starts no thread.
+Longer than other test files, because these tests share their checkpoints and their processes.
 """
 
 import ast
@@ -53,7 +53,7 @@ from infinity.system import failure_watch as watch
 from infinity.system import ranks
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30  # after which a process that does not answer is taken to hang
+SECONDS = 30  # a process that is silent for so long is taken to hang
 FOLDER = re.compile(r"data-[0-9a-f]{12}")
 ON_HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
 ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A small model in training. Every state after a number of steps is the same in every run."""
+    """A small model in training. The states after a number of steps are the same in every run."""
 
     def __init__(self, swap, **config):
         swap.mkdir(exist_ok=True)
@@ -126,7 +126,7 @@ def digest_of(states, passes):
 
 
 def on_disk(path):
-    """(step, digest) of a checkpoint, all of which is verified."""
+    """Verifies all bytes of a checkpoint and returns (step, digest)."""
     with Checkpoint(path) as checkpoint:
         assert checkpoint.verify() == checkpoint.manifest.nbytes
         states = {}
@@ -147,7 +147,7 @@ def copied(parts):
 
 
 def only_the_checkpoint(path):
-    """What a whole checkpoint's directory holds, no more and no less."""
+    """Asserts that the directory has all files of a checkpoint and no others."""
     found = json.loads((path / "manifest.json").read_bytes())
     names = [name for name, _ in found["files"]] + (["tensors"] if found["tensors"] else [])
     assert everything_in(path) == sorted(["manifest.json", found["folder"], *(f"{found['folder']}/{name}" for name in names)])
@@ -155,7 +155,7 @@ def only_the_checkpoint(path):
 
 @pytest.fixture(scope="module")
 def digests(tmp_path_factory):
-    """Of the state after each number of steps, in an uninterrupted run."""
+    """Digests of the states after 0 to 12 steps of an uninterrupted run."""
     with Run(tmp_path_factory.mktemp("reference") / "swap") as run:
         found = [run.digest()]
         for _ in range(12):
@@ -173,17 +173,17 @@ def run(tmp_path):
 
 
 class Child:
-    """A process of the nursery: what it says, and how it ends."""
+    """A process of the nursery."""
 
     def __init__(self, nursery, pid, pipe):
         self.nursery, self.pid, self.pipe = nursery, pid, pipe
         self.said = []
 
     def hear(self):
-        """The next thing that it says; None if it has ended."""
+        """The next message of the process; None after its end."""
         if not self.pipe.poll(SECONDS):
             self.kill()
-            pytest.fail(f"the process does not answer for {SECONDS} s; it said {self.said}")
+            pytest.fail(f"the process was silent for {SECONDS} s; it said {self.said}")
         try:
             self.said.append(self.pipe.recv())
         except EOFError:
@@ -191,10 +191,10 @@ class Child:
         return self.said[-1]
 
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)  # which is there, or a zombie, until `end`
+        os.kill(self.pid, signal.SIGKILL)  # the pid is valid until `end` reaps the process
 
     def end(self):
-        """Everything it said, once it has ended; whether it was killed."""
+        """Waits for the end. Returns (all messages, whether the process was killed)."""
         while self.hear() is not None:
             pass
         self.nursery.pipe.send(("wait", self.pid))
@@ -246,7 +246,7 @@ def _nurse(pipe):
             pipe.send(pid)
             continue
         pipe.close()
-        torch.set_num_threads(1)  # makes the thread pool that a fork leaves behind anew, which autograd's threads would do side by side
+        torch.set_num_threads(1)  # makes the thread pool anew after the fork; otherwise autograd's threads would, all at once
         say = multiprocessing.connection.Connection(fd).send
         try:
             function(say, *arguments)
@@ -266,10 +266,10 @@ CALLS = ["fsync", "rename", "link", "mkdir", "unlink", "rmdir", "posix_fallocate
 
 
 class Calls:
-    """Counts the calls of this process that change what is on the disk, and may meet some of them."""
+    """Logs the calls of this process that change files. A test may replace some of these calls."""
 
     def __init__(self, meet):
-        """meet(number, name, call): makes the call or does something else."""
+        """meet(number, name, call) makes the call or replaces it."""
         self.meet, self.names, self._lock = meet, [], threading.RLock()
 
     def __enter__(self):
@@ -302,7 +302,7 @@ class Calls:
 
 
 def killed_at(position):
-    """Kill this process before call number position // 2, or after it."""
+    """Kills this process before (position even) or after (odd) the call number position // 2."""
 
     def meet(number, name, call):
         if position == 2 * number:
@@ -316,11 +316,11 @@ def killed_at(position):
     return meet
 
 
-# ---- promise 8: kill -9 at any moment ----
+# ---- kill -9 at any moment ----
 
 
 def saves_until_killed(say, folder, targets, wait, config):
-    """Go on from the newest checkpoint, and save step after step into the targets by turns."""
+    """Continues from the newest checkpoint, and saves each step into the targets in turn."""
     with Run(folder / "swap", **config) as run:
         whole = [target for target in targets if (target / "manifest.json").exists()]
         if whole:
@@ -330,7 +330,7 @@ def saves_until_killed(say, folder, targets, wait, config):
         while True:
             run.train()
             target = run.step % len(targets)
-            if not wait:  # the last one is whole before the next one begins
+            if not wait:  # the previous save ends before the next one begins
                 if run.engine.saving is not None:
                     run.engine.saving.wait()
                     say(("finished", run.step - 1, None))
@@ -342,7 +342,7 @@ def saves_until_killed(say, folder, targets, wait, config):
 
 @pytest.mark.parametrize("num_targets, wait", [(1, True), (2, False)], ids=["into one", "into two by turns, while training goes on"])
 @pytest.mark.parametrize("moments", [3, pytest.param(25, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.long)])
-def test_a_checkpoint_is_old_or_new_whenever_the_writer_is_killed(tmp_path, nursery, moments, num_targets, wait):
+def test_a_checkpoint_is_old_or_new_after_a_kill_at_any_moment(tmp_path, nursery, moments, num_targets, wait):
     chance = random.Random(moments * 2 + num_targets)
     targets = [tmp_path / f"target{index}" for index in range(num_targets)]
     states, steps = {}, []
@@ -354,7 +354,7 @@ def test_a_checkpoint_is_old_or_new_whenever_the_writer_is_killed(tmp_path, nurs
         for _ in range(chance.randrange(1, 4)):
             while child.hear()[0] != "begun":
                 pass
-        time.sleep(chance.uniform(0, 0.05))  # the moment, not synchronisation
+        time.sleep(chance.uniform(0, 0.05))  # a random moment for the kill, no synchronisation
         child.kill()
         said, killed = child.end()
         assert killed
@@ -388,7 +388,7 @@ def test_a_checkpoint_is_old_or_new_whenever_the_writer_is_killed(tmp_path, nurs
 
 
 def saves_and_is_killed(say, folder, target, position):
-    """Two steps, each saved; the second time killed at a call. The frozen file is linked then."""
+    """Trains and saves two steps; a call of the second save kills the process. The second save links the frozen file."""
     with Run(folder / "swap") as run:
         run.train().save(target)
         say(("old", run.step, run.digest()))
@@ -401,8 +401,8 @@ def saves_and_is_killed(say, folder, target, position):
 
 
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)], ids=["before", "after"])
-def test_a_checkpoint_is_old_or_new_when_killed_at_every_call(tmp_path, nursery, digests, after, request):
-    if not after and os.path.ismount("/dev/shm"):  # a killed process leaves the same everywhere
+def test_a_checkpoint_is_old_or_new_after_a_kill_at_every_call(tmp_path, nursery, digests, after, request):
+    if not after and os.path.ismount("/dev/shm"):  # a kill leaves the same files on every filesystem
         tmp_path = Path(tempfile.mkdtemp(dir="/dev/shm"))
         request.addfinalizer(lambda: shutil.rmtree(tmp_path))
     steps, position, names = [], after, None
@@ -424,7 +424,7 @@ def test_a_checkpoint_is_old_or_new_when_killed_at_every_call(tmp_path, nursery,
     rename = names.index("rename")
     assert steps == [1] * (rename + 1 - after) + [2] * (len(names) - rename + after)
     assert {"mkdir", "link", "posix_fallocate", "write", "fsync", "rename", "unlink", "rmdir"} <= set(names), names
-    others = 5 + len(files.ancestors(tmp_path / "swap"))  # tensors, folder, directory twice, manifest
+    others = 5 + len(files.ancestors(tmp_path / "swap"))  # fsyncs of tensors, folder, manifest, and twice of the directory
     assert names.count("fsync") == names.count("posix_fallocate") + others, names
     print(f"{len(names)} calls: {' '.join(names)}")
 
@@ -435,7 +435,7 @@ def first_save_is_killed(say, folder, target, position):
 
 
 @pytest.mark.long
-def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path, nursery, digests):
+def test_a_first_checkpoint_is_missing_or_whole_after_a_kill_at_every_call(tmp_path, nursery, digests):
     steps, position, killed = [], 0, True
     with Run(tmp_path / "swap") as survivor:
         survivor.train(2)
@@ -447,7 +447,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
                 assert digest == digests[step]
             except CheckpointError as error:
                 step = 0
-                says = ("is no directory", "holds no checkpoint: there is no manifest.json", "its first save was interrupted, or is under way")
+                says = ("is not a directory", "holds no checkpoint: there is no manifest.json", "its first save was interrupted")
                 assert str(target) in str(error) and any(text in str(error) for text in says), error
             steps.append(step)
             survivor.save(target)
@@ -459,7 +459,7 @@ def test_a_first_checkpoint_is_none_or_whole_when_killed_at_every_call(tmp_path,
 
 
 def ranks_save(say, folder, target, rank, victim, position, meet):
-    """One of two ranks: two steps, each saved. The victim is killed, or meets a fault, at a call of the second."""
+    """One of two ranks: trains and saves two steps. In the second save, a call kills the victim or fails."""
     ranks.CONTROL_TIMEOUT_S, watch.SILENCE_S = 20, 3
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{position}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
@@ -477,7 +477,7 @@ def ranks_save(say, folder, target, rank, victim, position, meet):
 
 @pytest.fixture(scope="module")
 def digests_of_two(tmp_path_factory, nursery):
-    """After one step and after two, at two ranks."""
+    """{step: digest} after one step and after two steps of two ranks."""
     folder = tmp_path_factory.mktemp("two")
     found = []
     for num_steps in (1, 2):
@@ -492,13 +492,13 @@ def ranks_train_and_save(say, folder, rank, num_steps):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{num_steps}", rank=rank, world_size=2)
     run = Run(folder / f"swap{rank}")
     run.train(num_steps).save(folder / f"after{num_steps}")
-    dist.barrier()  # who ends without a word is missed by those that save still
+    dist.barrier()  # ranks that still save would report a rank that has ended as missing
     say(("saved", num_steps, None))
     os._exit(0)
 
 
 def two_ranks_save(nursery, tmp_path, digests_of_two, victim, position, meet):
-    """(step of the checkpoint that is left, what the victim said last, what the other said last)."""
+    """(step of the remaining checkpoint, end of the victim, end of the other rank); an end is the result of `Child.end`."""
     target = tmp_path / f"at{position}"
     children = [nursery.start(ranks_save, tmp_path, target, rank, victim, position, meet) for rank in range(2)]
     answers = [child.end() for child in children]
@@ -518,14 +518,14 @@ def two_ranks_save(nursery, tmp_path, digests_of_two, victim, position, meet):
         pytest.param(range(1, 1000, 2), marks=pytest.mark.long, id="after every call"),
     ],
 )
-def test_a_checkpoint_of_two_ranks_is_old_or_new_when_one_is_killed_at_every_call(tmp_path, nursery, digests_of_two, victim, positions):
+def test_a_checkpoint_of_two_ranks_survives_a_kill_of_one_at_every_call(tmp_path, nursery, digests_of_two, victim, positions):
     steps = []
     for position in positions:
         step, (_, killed), (said, _) = two_ranks_save(nursery, tmp_path, digests_of_two, victim, position, killed_at)
         steps.append(step)
         if not killed:
             break
-        assert said[-1][0] == "failed", f"killed at {position}, and the other rank {said[-1]}"
+        assert said[-1][0] == "failed", f"killed at {position}; the other rank said {said[-1]}"
     assert not killed and steps[-1] == 2 and steps == sorted(steps) and steps[0] == 1
     print(f"rank {victim}: {len(steps)} calls")
 
@@ -553,13 +553,13 @@ def killed_at_the_first_fsync(position):
     "victim, meet, expected",
     [pytest.param(0, killed_after_the_rename, 2, marks=pytest.mark.long), (1, killed_at_the_first_fsync, 1)],
 )
-def test_a_checkpoint_of_two_ranks_is_old_or_new_when_one_is_killed(tmp_path, nursery, digests_of_two, victim, meet, expected):
+def test_a_checkpoint_of_two_ranks_survives_a_kill_of_one(tmp_path, nursery, digests_of_two, victim, meet, expected):
     step, (_, killed), (said, _) = two_ranks_save(nursery, tmp_path, digests_of_two, victim, 0, meet)
     assert killed and step == expected and said[-1][0] == "failed", said
 
 
 def eio_after_the_rename(position):
-    """The second fsync of the directory fails, by which the rename would outlive a crash."""
+    """The fsync of the directory after the rename fails: the rename may be lost in a crash."""
     seen = []
 
     def meet(number, name, call):
@@ -571,12 +571,12 @@ def eio_after_the_rename(position):
     return meet
 
 
-def test_a_rename_that_may_not_outlive_a_crash_is_an_error_on_all_ranks_and_loads(tmp_path, nursery, digests_of_two):
+def test_a_rename_without_fsync_is_an_error_on_all_ranks_and_loads(tmp_path, nursery, digests_of_two):
     step, (said, _), (others, _) = two_ranks_save(nursery, tmp_path, digests_of_two, 0, 0, eio_after_the_rename)
     assert step in (1, 2) and said[-1][0] == others[-1][0] == "failed", (said, others)
 
 
-# ---- promise 9: what fails ends the checkpoint, and nothing else ----
+# ---- a failed call ends the checkpoint and not the training ----
 
 
 def num_fds():
@@ -584,7 +584,7 @@ def num_fds():
 
 
 class Failing:
-    """The nth call of a name fails, and is counted; meets what `Calls` meets."""
+    """Makes the nth call of a name fail. Is the `meet` of `Calls`."""
 
     def __init__(self, name, nth, code):
         self.name, self.nth, self.code = name, nth, code
@@ -603,7 +603,7 @@ class Failing:
 
 @pytest.mark.parametrize("name, code", [("fsync", "EIO"), ("rename", "EIO"), ("link", "EIO")]
     + [pytest.param(*case, marks=pytest.mark.long) for case in [("posix_fallocate", "ENOSPC"), ("mkdir", "EACCES"), ("open", "ENOSPC")]])  # fmt: skip
-def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path, name, code, monkeypatch):
+def test_each_failed_call_ends_the_checkpoint_and_is_not_repeated(run, tmp_path, name, code, monkeypatch):
     monkeypatch.setattr(linked, "RENEW_EVERY", 1 << 20)  # the frozen file is linked each time
     target, met, code = tmp_path / "target", [], getattr(errno, code)
     run.train().save(target)
@@ -623,11 +623,11 @@ def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path
         met.append(fault.failed)
         if error is None:
             directory = name == "mkdir" and fault.failed == str(target)
-            assert directory or name == "link", "only a directory that is there need not be made, and what cannot be linked is written"
+            assert directory or name == "link", "save succeeded, although a call other than link or mkdir of an existing directory failed"
             assert on_disk(target) == new
             continue
         assert error.errno == code and str(target) in str(error), error
-        assert fault.paths[-1] == fault.failed and len(fault.paths) == len(met), f"{name} again after it failed: {fault.paths}"
+        assert fault.paths[-1] == fault.failed and len(fault.paths) == len(met), f"{name} was called again after a failure: {fault.paths}"
         assert num_fds() == fds
         if fault.rename_was_made:
             assert on_disk(target) in (old, new)
@@ -643,7 +643,7 @@ def test_each_call_that_fails_ends_the_checkpoint_and_is_made_once(run, tmp_path
 
 
 @pytest.mark.parametrize("code, times", [pytest.param("EIO", 1, marks=pytest.mark.long), ("ENOSPC", -1)])
-def test_each_write_that_fails_ends_the_checkpoint(run, tmp_path, code, times):
+def test_each_failed_write_ends_the_checkpoint(run, tmp_path, code, times):
     target, nth = tmp_path / "target", 0
     run.train().save(target)
     while True:
@@ -667,7 +667,7 @@ def test_each_write_that_fails_ends_the_checkpoint(run, tmp_path, code, times):
 
 
 @pytest.mark.parametrize("missing", [512, *(pytest.param(missing, marks=pytest.mark.long) for missing in (4096, 0.5, 0.0))])
-def test_each_write_that_comes_back_short_is_made_whole_or_ends_the_checkpoint(run, tmp_path, missing):
+def test_each_short_write_is_completed_or_ends_the_checkpoint(run, tmp_path, missing):
     target = tmp_path / "target"
     run.train().save(target)
     there = (run.step, run.digest())
@@ -684,7 +684,7 @@ def test_each_write_that_comes_back_short_is_made_whole_or_ends_the_checkpoint(r
 
 
 @pytest.mark.parametrize("who_hears", ["wait", "save", "close", "load"])
-def test_training_goes_on_after_a_checkpoint_that_failed(tmp_path, digests, who_hears):
+def test_training_continues_after_a_failed_checkpoint(tmp_path, digests, who_hears):
     target = tmp_path / "target"
     run = Run(tmp_path / "swap")
     run.train().save(target)
@@ -706,7 +706,7 @@ def test_training_goes_on_after_a_checkpoint_that_failed(tmp_path, digests, who_
 
 
 def fills_a_volume(say, folder, mount):
-    """On a volume of its own, a first checkpoint fits; then there is no room for a second one beside it."""
+    """Mounts a small volume: the first checkpoint fits, the second finds no room beside the first."""
     volume, clone_newns = folder / "volume", 0x20000
     private = not ctypes.CDLL(None).unshare(clone_newns) and not os.system("mount --make-rprivate /")
     if not private or subprocess.run(["sh", "-c", mount], capture_output=True).returncode:
@@ -724,7 +724,7 @@ def fills_a_volume(say, folder, mount):
             run.save(volume / "target")
         needed, available = re.search(r"needs ([\d,]+) bytes and ([\d,]+) are available", str(caught.value)).groups()
         status = os.statvfs(volume)
-        fresh = 32768 + 12 + 2800  # the file of trained records, the buffer and the noise
+        fresh = 32768 + 12 + 2800  # bytes of the trained records, the buffer and the noise
         assert int(needed.replace(",", "")) == fresh + files.SLACK_NBYTES, caught.value
         assert abs(int(available.replace(",", "")) - status.f_bavail * status.f_frsize) <= 8192
         assert everything_in(volume) == names and on_disk(volume / "target") == before
@@ -748,13 +748,13 @@ def test_a_volume_without_room_is_refused_before_anything_is_written(tmp_path, n
     assert said[-1][0] == "held"
 
 
-# ---- promise 10: damage is found and located ----
+# ---- damage is found and located ----
 
 SPECS = [("a.weight", (50, 40), True), ("a.bias", (50,), True), ("b.weight", (40, 60), False), ("c.weight", (70, 50), True)]
 
 
 def write_checkpoint(path, seed, world=2, values=None, step=3):
-    """A checkpoint of random bytes, made as save.py does, by all ranks in turn. Returns its manifest."""
+    """Writes a checkpoint of random bytes in the way of save.py, rank by rank. Returns the manifest."""
     generator = np.random.default_rng(seed)
     specs = [packing.ParameterSpec(name, int(np.prod(shape)), Format("bf16", trains)) for name, shape, trains in SPECS]
     layout = packing.layout(specs, chunk_numel=world * 1024, world=world)
@@ -794,14 +794,14 @@ def write_checkpoint(path, seed, world=2, values=None, step=3):
 
 
 class Bytes:
-    """What each byte of a checkpoint's files is, and so what must be said of its damage."""
+    """Maps each byte of a checkpoint's files to the expected error if the byte is damaged."""
 
     def __init__(self, path, made):
         self.path, self.made = path, made
         self.folder = path / made.folder
         self.files = [path / "manifest.json", self.folder / "tensors", *(self.folder / file.name for file in made.files)]
         self.sizes = {file: file.stat().st_size for file in self.files}
-        self.held = {file: [] for file in self.files}  # (begin, end, what is said)
+        self.held = {file: [] for file in self.files}  # (begin, end, pattern of the error)
         self.padding = {file: [] for file in self.files}  # (begin, end)
         for tensor_index, tensor in enumerate(made.tensors):
             self.held[self.folder / "tensors"].append((tensor.offset, tensor.offset + tensor.nbytes, f"tensor {tensor_index} is damaged"))
@@ -812,8 +812,8 @@ class Bytes:
                     begin, end = place.offset + offset, place.offset + offset + record.numel * segment.itemsize
                     said = rf"chunk {chunk} of rank {rank} \(.*\), {segment.name}, is damaged: "
                     file = self.files[2 + place.file]
-                    self.held[file].append((begin, end, said + "its checksum"))
-                    self.held[file].append((end, place.offset + padded, said + "the padding behind it is not zero"))
+                    self.held[file].append((begin, end, said + "the checksum"))
+                    self.held[file].append((end, place.offset + padded, said + "the padding behind the segment is not zero"))
                     self.padding[file].append((end, place.offset + padded))
 
     def said_of(self, file, offset):
@@ -829,7 +829,7 @@ def two_ranks(tmp_path_factory):
 
 
 def refused(path):
-    """What verification says; None if it finds nothing."""
+    """The error of a verification; None if no damage is found."""
     try:
         with Checkpoint(path) as checkpoint:
             checkpoint.verify()
@@ -847,7 +847,7 @@ def flip(file, offset, bit):
 @pytest.mark.parametrize("num_flips", [300, pytest.param(10_000, marks=pytest.mark.long)])
 def test_every_flipped_bit_is_found_and_located(two_ranks, num_flips):
     chance, found, padding = random.Random(num_flips), dict.fromkeys(["manifest.json", "tensors", "records"], 0), 0
-    with Checkpoint(two_ranks.path) as opened:  # a queue is dear: one for most of them
+    with Checkpoint(two_ranks.path) as opened:  # a queue is expensive: most flips share one
         for number in range(num_flips):
             file = chance.choice(two_ranks.files)
             offset, bit = chance.randrange(two_ranks.sizes[file]), chance.randrange(8)
@@ -863,7 +863,7 @@ def test_every_flipped_bit_is_found_and_located(two_ranks, num_flips):
             finally:
                 flip(file, offset, bit)
             padding += "padding" in expected
-            assert said is not None, f"bit {bit} of byte {offset} of {file} was flipped, and nobody noticed"
+            assert said is not None, f"the flipped bit {bit} of byte {offset} of {file} was not found"
             assert re.search(expected, said) and str(file) in said, said
             found[file.name if file.name in found else "records"] += 1
         assert opened.verify() == two_ranks.made.nbytes
@@ -880,7 +880,7 @@ def raised(act):
 
 
 @pytest.mark.parametrize("num_cuts", [50, pytest.param(1000, marks=pytest.mark.long)])
-def test_every_file_that_was_cut_or_extended_is_found(two_ranks, num_cuts):
+def test_every_file_of_a_wrong_size_is_found(two_ranks, num_cuts):
     chance = random.Random(num_cuts)
     for number in range(2 * num_cuts):
         file = chance.choice(two_ranks.files)
@@ -899,7 +899,7 @@ def test_every_file_that_was_cut_or_extended_is_found(two_ranks, num_cuts):
     assert refused(two_ranks.path) is None
 
 
-def test_records_that_changed_places_are_found(two_ranks):
+def test_exchanged_records_are_found(two_ranks):
     made, found = two_ranks.made, 0
     for rank in range(made.world):
         same = {}
@@ -954,7 +954,7 @@ def exchange(first, second):
     second.write_bytes(bytes_of_first)
 
 
-def test_load_refuses_damage_and_the_engine_refuses_to_train_until_it_has_a_whole_checkpoint(run, tmp_path):
+def test_after_a_load_of_damage_the_engine_trains_only_after_another_load(run, tmp_path):
     target = tmp_path / "target"
     run.train(2).save(target)
     whole = on_disk(target)
@@ -980,7 +980,7 @@ def test_load_refuses_damage_and_the_engine_refuses_to_train_until_it_has_a_whol
             assert run.digest() == before, f"{file} was damaged, and the model changed"
 
 
-def test_weights_of_two_states_are_not_read(run, tmp_path):
+def test_weights_are_not_readable_after_a_failed_load(run, tmp_path):
     target = tmp_path / "target"
     run.train(2).save(target)
     run.train()
@@ -1009,12 +1009,12 @@ def test_a_flipped_bit_of_padding_is_found_by_load_and_verify(tmp_path, places):
         assert (run.step, run.digest()) == on_disk(target)
 
 
-# ---- promise 11: what a file says is data ----
+# ---- files contain data, not code ----
 
 PICKLES = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "copyreg", "runpy", "code"}
 
 
-# Small ones, by others' formats.
+# These modules read or write small pickles, because formats of other libraries need them.
 HAVE_PICKLES = ("infinity/checkpoints/dcp_load.py", "infinity/checkpoints/dcp_save.py", "infinity/integrations/transformers.py")
 
 
@@ -1044,7 +1044,7 @@ def test_no_module_can_run_code_from_a_file():
 
 
 def signed(text):
-    """Bytes of a manifest of the JSON object, given as text or as a value, with the digest that belongs to it."""
+    """The bytes of a manifest: the JSON object, given as bytes or as a value, with the right digest."""
     text = text if isinstance(text, bytes) else json.dumps(text, separators=(",", ":")).encode()
     body = text.rstrip()[:-1]
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
@@ -1067,7 +1067,7 @@ STRANGE = [
 
 
 def spots(value, found, depth=0):
-    """Every container below a value, with its keys."""
+    """Appends (container, key) to `found` for each item at any depth of a value."""
     if isinstance(value, (dict, list)):
         for key in value if isinstance(value, dict) else range(len(value)):
             found.append((value, key))
@@ -1076,12 +1076,12 @@ def spots(value, found, depth=0):
 
 
 def mutated(content, chance):
-    """A copy with one to three changes, as bytes of JSON."""
+    """JSON bytes of a copy with one to three random changes."""
     content = copy.deepcopy(content)
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         if not content:
             break
-        if chance.random() < 0.5:  # somewhere below a key, each key as often as another
+        if chance.random() < 0.5:  # below a top-level key, all keys with equal chance
             key = chance.choice(list(content))
             inside = [(content, key), *spots(content[key], [])]
         else:
@@ -1120,7 +1120,7 @@ def mutated(content, chance):
 
 
 def load_in_bounds(data, target, run, worst):
-    """Whether infinity.load takes the manifest; else its CheckpointError. No other error, little time and memory."""
+    """Loads the manifest `data`: None, or the text of the CheckpointError. Updates `worst` (seconds, bytes)."""
     (target / "manifest.json").write_bytes(data)
     tracemalloc.reset_peak()
     base, start = tracemalloc.get_traced_memory()[0], time.monotonic()
@@ -1136,7 +1136,7 @@ def load_in_bounds(data, target, run, worst):
 
 @pytest.fixture
 def saved(run, tmp_path):
-    """A run, the folder of its checkpoint, and the manifest's bytes."""
+    """(run, folder of the checkpoint, bytes of the manifest)."""
     target = tmp_path / "target"
     run.train(2).save(target)
     tracemalloc.start()
@@ -1145,10 +1145,10 @@ def saved(run, tmp_path):
 
 
 @pytest.mark.parametrize("num_manifests", [250, pytest.param(5000, marks=pytest.mark.long)])
-def test_fuzzed_manifests_end_in_our_error_or_change_nothing(saved, num_manifests):
+def test_fuzzed_manifests_raise_a_checkpoint_error_or_change_nothing(saved, num_manifests):
     run, target, data = saved
     content, expected = unsigned(data), run.digest()
-    without = content | {"rng": []}  # generators' states are long
+    without = content | {"rng": []}  # states of generators are long
     chance, worst, taken, others = random.Random(num_manifests), [0, 0], 0, {}
     for number in range(num_manifests):
         bad = signed(mutated(without if number % 5 else content, chance))
@@ -1164,7 +1164,7 @@ def test_fuzzed_manifests_end_in_our_error_or_change_nothing(saved, num_manifest
             continue
         if error is None:
             taken += 1
-            assert run.digest() == expected, f"manifest {number} was taken and loads other weights"
+            assert run.digest() == expected, f"load accepted manifest {number} and changed the weights"
     (target / "manifest.json").write_bytes(data)
     assert run.load(target) == 2 and run.digest() == expected
     print(f"{num_manifests} manifests, {taken} of them harmless; at most {worst[0]:.2f} s and {worst[1] / 2**20:.1f} MiB; {len(others)} others")
@@ -1225,7 +1225,7 @@ def with_extra(content, text):
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_manifest_is_refused_soon_and_in_little_memory(saved, what):
+def test_a_hostile_manifest_is_refused_in_five_seconds_and_64_mib(saved, what):
     run, target, data = saved
     expected, worst, lr = run.digest(), [0, 0], run.optimizer.param_groups[0]["lr"]
     error = load_in_bounds(signed(HOSTILE[what](unsigned(data))), target, run, worst)
@@ -1258,7 +1258,7 @@ def sparse_manifest(path, made):
 
 
 def sparse_tensor(path, made):
-    """One of 1 TiB, in a sparse file of that size."""
+    """Makes a tensor of 1 TiB, in a sparse file of that size."""
     content = unsigned((path / "manifest.json").read_bytes())
     content["tensors"] = [{"dtype": "int8", "shape": [1 << 40], "offset": 0, "nbytes": 1 << 40, "crc32c": 0}]
     content["extra"] = {"$tensor": 0}
@@ -1267,7 +1267,7 @@ def sparse_tensor(path, made):
 
 
 def sparse_records(path, made):
-    """A chunk of 2**40 elements, in a sparse file of that size."""
+    """Makes a chunk of 2**40 elements, in a sparse file of that size."""
     content = unsigned((path / "manifest.json").read_bytes())
     numel = 1 << 40
     content["parameters"] = [{"name": "a", "shape": [numel], "trainable": False, "group": None, "step": 0}]
@@ -1322,7 +1322,7 @@ def nothing(path, elsewhere):
 
 @pytest.mark.parametrize("make", [symlink, fifo, directory_there, device_node, plain_file, nothing], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("which", ["manifest", "folder", "records", "tensors"])
-def test_what_is_no_file_of_ours_is_refused(tmp_path, nursery, which, make):
+def test_links_devices_and_missing_files_are_refused(tmp_path, nursery, which, make):
     path = tmp_path / "c"
     made = write_checkpoint(path, 1)
     folder = path / made.folder
@@ -1342,7 +1342,7 @@ DOLLARS = [
 
 
 @pytest.mark.parametrize("value", DOLLARS, ids=repr)
-def test_values_that_encode_did_not_make_are_refused(value):
+def test_decode_refuses_values_that_encode_does_not_make(value):
     def get(index):
         if index:
             raise IndexError(index)
@@ -1352,7 +1352,7 @@ def test_values_that_encode_did_not_make_are_refused(value):
         encoding.decode(value, get)
 
 
-def test_values_come_back_as_they_were():
+def test_decode_restores_encoded_values():
     kept = []
 
     def put(tensor):
@@ -1379,7 +1379,7 @@ def holds_the_directory(say, path, go_on):
     time.sleep(SECONDS)
 
 
-def test_a_second_process_that_saves_there_is_refused_until_the_first_has_gone(run, tmp_path, nursery):
+def test_a_second_process_may_save_only_after_the_first_has_ended(run, tmp_path, nursery):
     target = tmp_path / "target"
     run.train().save(target)
     before = on_disk(target)
@@ -1397,7 +1397,7 @@ def test_a_second_process_that_saves_there_is_refused_until_the_first_has_gone(r
     assert on_disk(target) == (2, run.digest())
 
 
-def test_who_reads_the_old_checkpoint_reads_all_of_it_while_a_new_one_replaces_it(tmp_path):
+def test_a_reader_of_the_old_checkpoint_reads_all_after_its_replacement(tmp_path):
     path = tmp_path / "c"
     first = write_checkpoint(path, 1)
     with Checkpoint(path) as opened:
@@ -1409,14 +1409,14 @@ def test_who_reads_the_old_checkpoint_reads_all_of_it_while_a_new_one_replaces_i
         assert opened.manifest.to_json() == second.to_json() and opened.verify() == second.nbytes
 
 
-def test_who_opens_a_checkpoint_while_it_is_replaced_gets_the_old_or_the_new_one(tmp_path, monkeypatch):
-    """Between the manifest and the files that it names, which are gone then."""
+def test_a_checkpoint_opened_during_its_replacement_is_old_or_new(tmp_path, monkeypatch):
+    """A writer replaces the checkpoint after the reader has read the manifest: the files of this manifest are gone."""
     path, left = tmp_path / "c", [2]
     write_checkpoint(path, 1)
     from_json = files.manifest_from_json
 
     def replaced_meanwhile(data, where):
-        monkeypatch.setattr(files, "manifest_from_json", from_json)  # the writer reads it, too
+        monkeypatch.setattr(files, "manifest_from_json", from_json)  # the writer reads the manifest, too
         if left[0]:
             left[0] -= 1
             write_checkpoint(path, 10 + left[0])
@@ -1428,23 +1428,23 @@ def test_who_opens_a_checkpoint_while_it_is_replaced_gets_the_old_or_the_new_one
         opened.verify()
 
 
-def test_who_comes_while_the_first_checkpoint_is_written_is_told_so(tmp_path):
+def test_a_reader_during_the_first_save_gets_an_error_that_says_so(tmp_path):
     directory = Directory(tmp_path / "c")
-    with pytest.raises(CheckpointError, match="its first save was interrupted, or is under way. Training may begin anew"):
+    with pytest.raises(CheckpointError, match="its first save was interrupted, or is under way. Training may start anew"):
         Checkpoint(tmp_path / "c")
     directory.abort()
-    with pytest.raises(CheckpointError, match="is no directory: name that of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a directory: name the directory of a checkpoint"):
         Checkpoint(tmp_path / "c")
 
 
-def test_other_peoples_files_stay(run, tmp_path):
+def test_save_keeps_files_that_are_not_its_own(run, tmp_path):
     target = tmp_path / "target"
     others = ["notes.txt", "data-mine/x", "data-0123456789ab.old/x", "data-0123456789AB/x", "sub/manifest.json", ".hidden"]
     for name in others:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (target / name).write_text(name)
-    (target / "data-0123456789ab").symlink_to(tmp_path / "swap")  # not a folder, and what it names is not ours
-    (target / "data-aaaaaaaaaaaa").mkdir()  # what a killed process left
+    (target / "data-0123456789ab").symlink_to(tmp_path / "swap")  # a link, not a folder of a checkpoint
+    (target / "data-aaaaaaaaaaaa").mkdir()  # left by a killed process
     for _ in range(2):
         run.train().save(target)
     _aio._inject("write", 0, -1, -errno.EIO)
@@ -1457,7 +1457,7 @@ def test_other_peoples_files_stay(run, tmp_path):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["directory there", "directory made"])
-def test_a_checkpoint_is_its_owners_alone_but_for_a_directory_that_was_there(run, tmp_path, there):
+def test_files_of_a_checkpoint_are_readable_by_the_owner_only(run, tmp_path, there):
     target, before = tmp_path / "target", os.umask(0)
     try:
         if there:
@@ -1472,10 +1472,10 @@ def test_a_checkpoint_is_its_owners_alone_but_for_a_directory_that_was_there(run
     assert {stat.S_IMODE(path.stat().st_mode) for path in target.rglob("*") if path.is_dir()} == {0o700}
     assert stat.S_IMODE(target.stat().st_mode) == (0o755 if there else 0o700)
     assert stat.S_IMODE((tmp_path / "other").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "exported" / "model.safetensors").stat().st_mode) == 0o666, "what is made for others"
+    assert stat.S_IMODE((tmp_path / "exported" / "model.safetensors").stat().st_mode) == 0o666, "exported files follow the umask"
 
 
-def test_a_directory_that_a_failed_first_checkpoint_made_is_gone_unless_somebody_uses_it(run, tmp_path):
+def test_a_failed_first_save_removes_only_a_directory_that_it_made(run, tmp_path):
     _aio._inject("write", 0, -1, -errno.EIO)
     with pytest.raises(SwapError):
         run.train().save(tmp_path / "new")
@@ -1486,7 +1486,7 @@ def test_a_directory_that_a_failed_first_checkpoint_made_is_gone_unless_somebody
     assert everything_in(tmp_path / "there") == []
 
 
-def test_what_is_no_directory_for_a_checkpoint_is_named(run, tmp_path):
+def test_the_error_names_a_path_that_cannot_be_a_directory(run, tmp_path):
     run.train()
     (tmp_path / "file").write_text("mine")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -1502,7 +1502,7 @@ def test_what_is_no_directory_for_a_checkpoint_is_named(run, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder's name"])
-def test_a_manifest_that_cannot_be_read_protects_its_folder(run, tmp_path, damage):
+def test_save_does_not_replace_an_unreadable_manifest(run, tmp_path, damage):
     target = tmp_path / "target"
     run.train().save(target)
     whole, before, fds = (target / "manifest.json").read_bytes(), on_disk(target), num_fds()
@@ -1513,7 +1513,7 @@ def test_a_manifest_that_cannot_be_read_protects_its_folder(run, tmp_path, damag
     run.train()
     with pytest.raises(CheckpointError, match="manifest.json.*move it away or save elsewhere"):
         run.save(target)
-    assert num_fds() == fds, "a file of the refused directory is open still"
+    assert num_fds() == fds, "a file of the refused directory is still open"
     (target / "manifest.json").write_bytes(whole)
     assert on_disk(target) == before
     run.save(target)
@@ -1528,7 +1528,7 @@ def saves_into(say, folder, target):
             say(("refused", str(error), None))
 
 
-def test_a_fifo_in_place_of_the_manifest_is_refused_where_a_checkpoint_is_saved(tmp_path, nursery):
+def test_save_refuses_a_fifo_in_place_of_the_manifest(tmp_path, nursery):
     target = tmp_path / "target"
     target.mkdir()
     os.mkfifo(target / "manifest.json")

@@ -1,7 +1,7 @@
-"""infinity.accumulate: the losses and weights of the ordinary loop, for models as they are, each weight read once forward and once backward.
+"""infinity.accumulate: the losses and weights of the ordinary loop. Each weight is read once in forward and once in backward.
 
-What it does with classes of transformers and diffusers is in test_accumulate_models.py. Long because each way in which a model, a program or
-a fault can meet a border between segments is a small model of its own.
+test_accumulate_models.py has the classes of transformers and diffusers. This file is long because each case at a border between segments
+needs a small model of its own.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from infinity.tiers.saved_storage import StorageState
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = pytest.mark.long
-SIZES = [3, 1, 4, 2, 3]  # rows of each micro-batch, and so on
+SIZES = [3, 1, 4, 2, 3]  # rows of each micro-batch, repeated for more than five
 
 
 def tokens(step, n=3):
@@ -60,7 +60,7 @@ def one_step(model, batches, loss, by_layer):
         before = {thread.ident for thread in threading.enumerate()}
         losses = [value.item() for value in infinity.accumulate(model, batches, loss)]
         begun = {thread.name for thread in threading.enumerate() if thread.ident not in before}
-        assert len(begun - {"infinity-activations", "infinity-activations-cn"}) <= 1, begun  # the engine may have begun some of its own
+        assert len(begun - {"infinity-activations", "infinity-activations-cn"}) <= 1, begun  # the engine may have started another thread
         return losses
     losses = []
     for batch in batches:
@@ -71,7 +71,7 @@ def one_step(model, batches, loss, by_layer):
 
 
 def run(directory, by_layer, *, make=Chain, batches=tokens, loss=loss_of, n=3, num_steps=3, **config):
-    """Losses and states after some steps, and what was read from NVMe in the last one."""
+    """Returns losses, states and buffers after some steps, and the bytes that the last step read from NVMe."""
     options = {"accumulation_steps": n} | config.pop("options", {})
     losses = []
     with training(make, directory, options=options, **config) as (model, engine, optimizer):
@@ -119,14 +119,14 @@ def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_
 
 
 @pytest.mark.parametrize("options", [pytest.param({}, marks=LONG), {"max_grad_norm": 0.1}], ids=["", "clipping"])
-def test_so_they_are_with_sixteen_micro_batches(options, tmp_path):
+def test_sixteen_micro_batches_have_the_bits_of_the_ordinary_loop(options, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_so_they_are_wherever_records_live(dtype, places, tmp_path):
+def test_every_placement_has_the_bits_of_the_ordinary_loop(dtype, places, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, dtype=dtype, **PLACES[places])
 
 
@@ -143,8 +143,8 @@ def test_a_step_that_overflows_is_skipped_as_in_the_ordinary_loop(tmp_path):
 
 
 class Odd(nn.Module):
-    """All that is between blocks and around them: values of before the first block in each gap, a list of outputs, a frozen and an unused
-    block, tied weights, one block that is called twice, a tensor that is given as an argument by its name."""
+    """Unusual uses of blocks: a value of the first layer after each block, a list of outputs, a tensor as keyword argument.
+    Also a frozen block, an unused block, a block that is called twice, and tied weights."""
 
     def __init__(self, hidden=32):
         super().__init__()
@@ -180,12 +180,12 @@ class Gated(nn.Module):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("places", ["nvme", pytest.param("device", marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
-def test_what_is_between_blocks_is_cut_wherever_it_is_used(update, places, dtype, tmp_path):
+def test_values_between_blocks_may_be_used_anywhere(update, places, dtype, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype=dtype, update=update, **PLACES[places], **scaled(dtype))
 
 
 class Measured(Chain):
-    """Looks at what earlier blocks have made without a graph, in between."""
+    """Reads the outputs of earlier blocks without a graph, between blocks."""
 
     def forward(self, x):
         x = first = self.first(x)
@@ -197,7 +197,7 @@ class Measured(Chain):
         return self.last(x)
 
 
-def test_what_is_between_blocks_may_build_no_graph(tmp_path):
+def test_code_between_blocks_may_build_no_graph(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Measured, **NVME)
 
 
@@ -210,7 +210,7 @@ class Noting(Block):
 
 
 class Filling(Chain):
-    """Blocks return nothing: they fill lists and dicts that they are given."""
+    """Blocks return nothing. They fill the lists and dicts that they are given."""
 
     def __init__(self):
         super().__init__(num_blocks=0)
@@ -224,7 +224,7 @@ class Filling(Chain):
         return self.last(state["x"] + sum(by_name["inner"].values())) + sum(found)
 
 
-def test_blocks_may_fill_what_they_are_given(tmp_path):
+def test_blocks_may_fill_containers_that_they_are_given(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Filling, **NVME)
 
 
@@ -240,10 +240,10 @@ class Skipping(Chain):
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 32])  # a segment is a block, and two or more
+@pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 32])  # a segment is one block, or several
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_micro_batches_may_take_different_ways(update, n, chunk_mib, tmp_path):
+def test_micro_batches_may_call_different_blocks(update, n, chunk_mib, tmp_path):
     make = lambda: Skipping(num_blocks=7)
     assert_as_the_ordinary_loop(tmp_path, make=make, n=n, update=update, chunk_mib=chunk_mib, **NVME)
 
@@ -269,12 +269,12 @@ def loss_of_rows(model, batch):
     return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def test_buffers_are_written_once(tmp_path):
+def test_each_buffer_is_written_once_per_micro_batch(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Normed, batches=rows, loss=loss_of_rows, **NVME)
 
 
 class Centred(Block):
-    """Uses statistics of earlier passes, and writes them: in place, and by putting others there."""
+    """Uses statistics of earlier passes, and writes them: one in place, the other by a new tensor."""
 
     def __init__(self, hidden):
         super().__init__(hidden)
@@ -300,7 +300,7 @@ def test_a_block_that_runs_again_finds_the_buffers_of_its_first_run(tmp_path):
 
 
 @pytest.mark.parametrize("n", [2, 6])
-def test_weights_are_read_as_for_one_micro_batch(n, tmp_path):
+def test_weights_are_read_as_often_as_for_one_micro_batch(n, tmp_path):
     make = lambda: Chain(hidden=64, num_blocks=12)
     batches = lambda step, n: tokens(step, 1) * n
     config = NVME | {"dtype": "bf16", "chunk_mib": 1 / 64, "make": make, "batches": batches, "num_steps": 4}
@@ -311,7 +311,7 @@ def test_weights_are_read_as_for_one_micro_batch(n, tmp_path):
 
 
 @pytest.mark.parametrize("make", [Chain, Odd])
-def test_steps_have_one_plan_whatever_the_number_of_micro_batches(make, tmp_path):
+def test_every_number_of_micro_batches_has_the_same_plan(make, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
         for step, n in enumerate((2, 5, 3, 2, 4)):
             infinity.accumulate(model, tokens(step, n), loss_of)
@@ -323,7 +323,7 @@ def test_steps_have_one_plan_whatever_the_number_of_micro_batches(make, tmp_path
         assert engine.stats()["num_prefetch_misses"] == late
 
 
-def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_between(tmp_path):
+def test_the_number_of_micro_batches_and_the_kind_of_step_may_change(tmp_path):
     order = [(True, 2), (True, 5), (False, 3), (True, 3), (False, 3), (True, 1)]
     found = []
     for by_layer in (True, False):
@@ -352,7 +352,7 @@ def test_the_number_of_micro_batches_may_change_and_ordinary_steps_may_come_betw
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_the_least_memory_is_enough(make, update, tmp_path):
-    """Then a segment is not held for all micro-batches, and sums have no room on the device."""
+    """With this memory, a segment's weights are not held for all micro-batches, and sums of gradients have no room on the device."""
     config = NVME | {"dtype": "bf16", "update": update}
     device = least_device_memory(make, tmp_path, **config, options={"accumulation_steps": 2})
     host = least_host_memory(make, tmp_path, **config, options={"accumulation_steps": 2})
@@ -369,7 +369,7 @@ def test_the_least_memory_is_enough(make, update, tmp_path):
             assert engine.stats()["peak_device_nbytes"] <= budgets["device_memory"]
 
 
-def test_what_a_block_computes_is_gone_before_the_next_one_begins(tmp_path):
+def test_tensors_of_a_block_are_freed_before_the_next_block_begins(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         made, alive = [], []
         for block in model.blocks:
@@ -380,7 +380,7 @@ def test_what_a_block_computes_is_gone_before_the_next_one_begins(tmp_path):
         assert len(made) == 2 * 3 * 5 and max(alive) == 0
 
 
-def test_a_segment_is_one_block_also_where_a_chunk_holds_several(tmp_path):
+def test_a_segment_is_one_block_even_if_a_chunk_holds_several(tmp_path):
     make = lambda: Chain(hidden=384, num_blocks=4)  # blocks of 2.3 MiB
     options = {"accumulation_steps": 2}
     with training(make, tmp_path, options=options, chunk_mib=8, host_memory="512MiB", **NVME) as (model, engine, optimizer):
@@ -394,7 +394,7 @@ def test_a_segment_is_one_block_also_where_a_chunk_holds_several(tmp_path):
         assert "".join(came[:7]) == "0101010"
 
 
-def test_updates_begin_while_earlier_segments_go_backward(tmp_path):
+def test_updates_begin_while_earlier_segments_run_backward(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="backward", **NVME) as (model, engine, optimizer):
         early = []
         model.blocks[0].register_forward_pre_hook(lambda *_: early.append(sum(chunk.update.is_early for chunk in engine.registry.chunks)))
@@ -421,7 +421,7 @@ class Dropping(Chain):
         return self.last(x)
 
 
-def test_dropout_draws_the_same_in_both_forwards_and_something_else_for_each_micro_batch(tmp_path):
+def test_dropout_repeats_in_the_second_forward_and_differs_by_micro_batch(tmp_path):
     with training(Dropping, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         seen = {}
         for index, block in enumerate(model.blocks):
@@ -434,7 +434,7 @@ def test_dropout_draws_the_same_in_both_forwards_and_something_else_for_each_mic
 
 
 def checkpointing(base, *, use_reentrant):
-    """A class of models that checkpoint their blocks themselves."""
+    """Returns a class of models that checkpoint their own blocks."""
 
     class Checkpointing(base):
         def forward(self, x):
@@ -447,8 +447,8 @@ def checkpointing(base, *, use_reentrant):
 
 
 @pytest.mark.parametrize("wraps", [False, True])
-def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
-    """Each micro-batch by itself, with the stream that it had; also where the program checkpoints the blocks."""
+def test_gradients_use_the_dropout_masks_of_the_forward_pass(wraps, tmp_path):
+    """The reference runs each micro-batch alone with the same random state. If wraps, the program checkpoints the blocks."""
 
     make = checkpointing(Dropping, use_reentrant=False) if wraps else Dropping
     states, found = [], []
@@ -474,7 +474,7 @@ def test_gradients_are_of_the_masks_that_were_drawn(wraps, tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
-def test_what_is_drawn_depends_neither_on_places_nor_on_segments(tmp_path):
+def test_random_draws_depend_on_neither_placement_nor_segments(tmp_path):
     expected = run(tmp_path, True, make=Dropping, **NVME)
     for places in (PLACES["device"], NVME | {"chunk_mib": 1 / 32}, NVME | {"device_memory": "1MiB"}):
         losses, states, *_ = run(tmp_path, True, make=Dropping, **places)
@@ -482,7 +482,7 @@ def test_what_is_drawn_depends_neither_on_places_nor_on_segments(tmp_path):
         assert_same_states(states, expected[1])
 
 
-def test_a_program_draws_as_if_nobody_else_had_unless_the_model_does(tmp_path):
+def test_the_random_state_changes_only_if_the_model_draws(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         before = torch.get_rng_state()
         infinity.accumulate(model, tokens(0), loss_of)
@@ -498,7 +498,7 @@ def test_a_program_draws_as_if_nobody_else_had_unless_the_model_does(tmp_path):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_blocks_that_the_program_checkpoints_are_left_alone(use_reentrant, tmp_path):
+def test_blocks_that_the_program_checkpoints_are_not_checkpointed_again(use_reentrant, tmp_path):
     make = checkpointing(Chain, use_reentrant=use_reentrant)
     assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
     with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
@@ -521,7 +521,7 @@ def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypat
         assert engine.stats()["activation_offload"]["moved_nbytes"] > 0
 
 
-def test_blocks_that_are_compiled_are_cut_like_others(tmp_path):
+def test_compiled_blocks_are_cut_like_others(tmp_path):
     def make():
         model = Chain(num_blocks=3)
         for block in model.blocks[:2]:
@@ -532,7 +532,7 @@ def test_blocks_that_are_compiled_are_cut_like_others(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 def test_an_exception_in_a_loss_leaves_the_engine_usable(tmp_path):
@@ -560,7 +560,7 @@ def test_an_exception_in_a_loss_leaves_the_engine_usable(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["first", "blocks.2", "last"])
-def test_so_does_an_exception_in_a_block(place, tmp_path):
+def test_an_exception_in_a_block_leaves_the_engine_usable(place, tmp_path):
     expected = run(tmp_path, True, num_steps=1, **NVME)
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         calls = []
@@ -582,7 +582,7 @@ def test_so_does_an_exception_in_a_block(place, tmp_path):
 
 
 class Crowding(Block):
-    """A block on a device that has room for what so many blocks are given, or for what autograd keeps of a fourth of them."""
+    """A block on a device that has room for `room` block inputs. Autograd keeps four such tensors of a block that is not checkpointed."""
 
     room: typing.ClassVar[int] = 12
     kept: typing.ClassVar[list[StorageWeakRef]] = []
@@ -608,7 +608,7 @@ class Record:
     value: torch.Tensor
 
 
-def test_what_makes_containers_again_keeps_nothing_of_the_first_ones():
+def test_flatten_keeps_no_reference_to_the_first_containers():
     given = {"a": [torch.zeros(1)], "b": Record(torch.ones(1))}
     refs = [weakref.ref(x) for x in (given["a"][0], given["b"].value, given["b"])]
     flat, build = flatten(given)
@@ -619,12 +619,12 @@ def test_what_makes_containers_again_keeps_nothing_of_the_first_ones():
 
 
 def away(engine):
-    """Bytes of what blocks were given that have left the device."""
+    """Bytes of block inputs that have left the device."""
     return (engine.stats()["activation_offload"] or {}).get("moved_nbytes", 0)
 
 
 def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
-    """The losses of each."""
+    """Yields the losses of each step."""
     for step in range(3):
         losses = [value.item() for value in infinity.accumulate(model, batches(step), loss)]
         optimizer.step()
@@ -636,14 +636,14 @@ def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("place", ["device", "auto"])
-def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
-    """With "auto" what is smaller than what moves stays on the device, which is full again."""
+def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
+    """With "auto", tensors below MIN_NBYTES stay on the device. So the device is full again."""
     looks = []
     monkeypatch.setattr(Crowding, "room", 8)
     monkeypatch.setattr(layerwise_step, "AttributeConflicts", lambda model: looks.append(model) or AttributeConflicts(model))
     config = {"activation_tier": place, "options": {"accumulation_steps": 3}, "update": update}
     expected = run(tmp_path, False, update=update, **NVME)
-    with pytest.raises(torch.OutOfMemoryError):  # where all of a graph is kept, one micro-batch is too many
+    with pytest.raises(torch.OutOfMemoryError):  # the whole graph of one micro-batch does not fit
         run(tmp_path, False, make=Crowded, update=update, **NVME)
     Crowding.kept.clear()
     calls = []
@@ -652,8 +652,8 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
         assert_same_states(states_of(engine, model), expected[1])
         assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
     num_tries = 1 + (place == "auto")
-    assert len(calls) == 3 * num_tries + 2 + 3 * 3  # the third one had no room, and of two the second
-    assert len(looks) == num_tries + 2  # what modules keep is looked at until a step of the kind has had its forward passes
+    assert len(calls) == 3 * num_tries + 2 + 3 * 3  # of three micro-batches the third had no room, of two the second
+    assert len(looks) == num_tries + 2  # the engine looks for conflicts until one step has completed all forward passes
     said = capfd.readouterr().err
     assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
@@ -670,8 +670,8 @@ def test_micro_batches_for_which_there_is_no_room_run_one_after_the_other(place,
     ids=lambda how: "-".join(map(str, how.values())),
 )
 @pytest.mark.parametrize("num", [3, 5, 8])
-def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path):
-    """Of two at a time the device has room for what five blocks are given, and weights are read once a turn."""
+def test_micro_batches_without_room_run_in_rounds(num, how, tmp_path):
+    """The device has room for the block inputs of two micro-batches. Weights are read once per round and pass."""
     config = how | NVME
     for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
         losses, states, _, nbytes = run(tmp_path, False, make=plain, n=num, **config)
@@ -684,7 +684,7 @@ def test_micro_batches_for_which_there_is_no_room_take_turns(num, how, tmp_path)
 
 
 @pytest.mark.parametrize("update, dtype", [("backward", "fp32"), ("deferred", "bf16"), ("deferred", "fp16")])
-def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(dtype, update, tmp_path, monkeypatch, capfd):
+def test_block_inputs_without_room_on_the_device_go_to_host_memory(dtype, update, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     expected = run(tmp_path, False, update=update, dtype=dtype, **NVME)
     calls, config = [], {"options": {"accumulation_steps": 3}, "update": update, "dtype": dtype}
@@ -696,14 +696,14 @@ def test_what_blocks_are_given_goes_to_host_memory_where_the_device_has_no_room(
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
         assert moved[0] < moved[1] < moved[2] < moved[3] and engine.stats()["layerwise_unsplit_reasons"] == []
-        infinity.accumulate(model, tokens(3, 2), loss_of)  # of fewer the device has room
+        infinity.accumulate(model, tokens(3, 2), loss_of)  # the device has room for two
         assert away(engine) == moved[3] and not engine.activations.is_on
-    assert len(calls) == 3 + 3 * 3  # one pass had no room
+    assert len(calls) == 3 + 3 * 3  # one forward pass had no room
     assert re.findall(r"go to host memory, which has [\d.]+ MiB for them: the device has no room", capfd.readouterr().err)
 
 
 def leave_room(monkeypatch, num):
-    """Of what blocks are given all may leave the device, and host memory has room for so many."""
+    """All block inputs may leave the device. Host memory has room for num of them."""
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     begin = activations.Activations.__init__
 
@@ -720,8 +720,8 @@ def tied(model):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
-def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
-    """Fifteen blocks are given something, and a tied embedding's gradients wait; what is freed is used again."""
+def test_block_inputs_without_room_in_host_memory_stay_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
+    """There are fifteen block inputs, and the gradients of a tied embedding. Freed host memory is used again."""
     leave_room(monkeypatch, num_in_host_memory)
     for plain, crowded in ((Chain, Crowded), (lambda: tied(Chain()), lambda: tied(Crowded()))):
         expected = run(tmp_path, False, make=plain, **NVME)
@@ -733,7 +733,7 @@ def test_what_has_no_room_in_host_memory_stays_on_the_device(num_in_host_memory,
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_path, monkeypatch):
+def test_zero_grad_after_a_failed_step_frees_saved_block_inputs(where, tmp_path, monkeypatch):
     leave_room(monkeypatch, 4)
 
     def fail(gradient):
@@ -758,7 +758,7 @@ def test_zero_grad_after_a_step_that_failed_lets_go_of_what_stayed(where, tmp_pa
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_path, monkeypatch):
+def test_block_inputs_leave_the_device_if_the_configuration_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     calls, config = [], {"activation_tier": "host", "options": {"accumulation_steps": 3}}
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
@@ -767,8 +767,8 @@ def test_what_blocks_are_given_leaves_the_device_where_that_is_asked_for(tmp_pat
         assert len(calls) == 3 and engine.stats()["layerwise_unsplit_reasons"] == []
 
 
-def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path, monkeypatch):
-    """Micro-batches go backward through a layer in their order, layers in the reverse one."""
+def test_saved_inputs_are_on_the_device_before_a_micro_batch_needs_them(tmp_path, monkeypatch):
+    """In backward, layers run in reverse order, and micro-batches run through each layer in forward order."""
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     late, restore = [], activations.Activations.restore
 
@@ -784,16 +784,16 @@ def test_what_the_next_micro_batch_needs_is_on_the_device_when_it_asks(tmp_path,
     assert late == []
 
 
-def test_host_memory_that_was_asked_for_and_has_no_room_is_an_error(tmp_path, monkeypatch):
+def test_activation_tier_host_without_room_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     with training(Crowded, tmp_path, activation_tier="host", options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
         engine.activations.store.heap.budget_nbytes = 0
-        with pytest.raises(BudgetError, match="does not fit into what is left of host_memory"):
+        with pytest.raises(BudgetError, match="does not fit into the host_memory left"):
             infinity.accumulate(model, tokens(0), loss_of)
         assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
-def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room(tmp_path, monkeypatch):
+def test_a_waiting_gradient_without_room_in_host_memory_stays_on_device(tmp_path, monkeypatch):
     refused, save = [], activations.Activations.save
 
     def refuse_gradients(self, tensor):
@@ -807,7 +807,7 @@ def test_a_gradient_that_waits_stays_on_the_device_where_host_memory_has_no_room
     assert refused
 
 
-def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_its_memory_is_given_back(tmp_path, monkeypatch, capfd):
+def test_host_memory_without_room_for_block_inputs_is_given_back(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     least = activations.Activations.__init__
 
@@ -829,7 +829,7 @@ def test_where_host_memory_has_no_room_either_they_run_one_after_the_other_and_i
     assert "8.0 KiB for them" in said and said.count("one after the other") == 1
 
 
-def test_an_interrupt_as_what_blocks_are_given_is_to_go_to_host_memory_leaves_no_thread(tmp_path, monkeypatch):
+def test_an_interrupt_as_the_activation_lanes_start_leaves_no_thread(tmp_path, monkeypatch):
     class Interrupted(Lane):
         def __init__(self, name, *args):
             super().__init__(name, *args)
@@ -843,7 +843,7 @@ def test_an_interrupt_as_what_blocks_are_given_is_to_go_to_host_memory_leaves_no
     assert not [thread for thread in threading.enumerate() if "activations" in thread.name]
 
 
-def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path, monkeypatch):
+def test_an_interrupt_while_host_memory_is_given_back_loses_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     give_back = Arena.give_back
 
@@ -863,7 +863,7 @@ def test_an_interrupt_while_host_memory_is_given_back_loses_none_of_it(tmp_path,
 
 
 def full_once(make, place, number=0):
-    """make, of a model for which the device has no room as a part of it ends for the first time, or so many times later."""
+    """Returns make for a model that fills the device once: at the end of call `number` (from 0) of the submodule `place`."""
 
     def made():
         model, calls = make(), itertools.count()
@@ -886,9 +886,9 @@ def centred():
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("number", [1, 3, 5, 6])
-def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
-    """In either pass of the first turn, or forward in the second, the step begins anew, and buffers are as they were; in the last backward
-    pass, which has begun to update, it is an error."""
+def test_a_full_device_in_a_later_round_begins_the_step_anew(number, tmp_path):
+    """In the first round, and in forward of the second, the step begins anew with the first buffers. In the last backward pass, which has
+    begun to update, a full device is an error."""
     losses, states, buffers, _ = run(tmp_path, False, make=centred, n=4, num_steps=1, **NVME)
     options = {"accumulation_steps": 4}
     with training(full_once(centred, "blocks.2.up", number), tmp_path, activation_tier="device", options=options, **NVME) as (model, engine, optimizer):
@@ -907,8 +907,8 @@ def test_a_device_that_is_full_in_a_later_turn(number, tmp_path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError])
-def test_a_checkpoint_that_raises_leaves_the_hooks_of_the_programs_thread(error, tmp_path):
-    """Torch before 2.13 takes them away as the frame of the checkpoint ends, in whichever thread."""
+def test_a_checkpoint_that_raises_keeps_the_programs_saved_tensor_hooks(error, tmp_path):
+    """Torch before 2.13 removes the hooks when the frame of the checkpoint ends, in whichever thread that happens."""
 
     def loss(model, batch):
         loss = loss_of(model, batch)
@@ -934,7 +934,7 @@ def test_a_checkpoint_that_raises_leaves_the_hooks_of_the_programs_thread(error,
 
 
 class WritingTwice(Block):
-    """Checkpoints itself, and writes to a buffer in its second run, too."""
+    """Checkpoints itself. Both runs write to a buffer."""
 
     gradient_checkpointing = True
 
@@ -950,7 +950,7 @@ class WritingTwice(Block):
         return super().forward(x)
 
 
-def test_what_backward_passes_of_a_turn_write_is_not_taken_for_the_next_ones(tmp_path):
+def test_buffers_written_in_backward_are_no_conflict_between_rounds(tmp_path):
     def make():
         model = Chain(num_blocks=0)
         model.blocks = nn.ModuleList(WritingTwice(32) for _ in range(4))
@@ -970,7 +970,7 @@ class ChangingSingle(Block):
         return super().forward(x.mul_(2) if len(x) == 1 else x)
 
 
-def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
+def test_a_place_that_cannot_be_cut_is_found_in_a_later_round(tmp_path):
     def make():
         model = Chain()
         model.blocks[3] = ChangingSingle(32)
@@ -991,7 +991,7 @@ def test_what_cannot_be_cut_is_found_in_a_later_turn(tmp_path):
 
 
 class ChangingNormed(Chain):
-    """What a block changes in place is found in the turn in which there is no room."""
+    """A block changes its input in place. The step finds this in the round in which the device has no room."""
 
     def __init__(self):
         super().__init__()
@@ -1007,7 +1007,7 @@ class ChangingNormed(Chain):
     [(Normed, "blocks.0.2", rows, loss_of_rows), (ChangingNormed, "last", tokens, loss_of)],
     ids=["a block counts", "found in that turn"],
 )
-def test_buffers_are_written_once_also_where_the_device_has_no_room(make, place, batches, loss, tmp_path):
+def test_each_buffer_is_written_once_even_if_the_device_is_full(make, place, batches, loss, tmp_path):
     losses, states, buffers, _ = run(tmp_path, True, make=full_once(make, place), batches=batches, loss=loss, **NVME)
     expected_losses, expected_states, expected_buffers, _ = run(tmp_path, False, make=make, batches=batches, loss=loss, **NVME)
     assert losses == expected_losses
@@ -1015,7 +1015,7 @@ def test_buffers_are_written_once_also_where_the_device_has_no_room(make, place,
     assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
 
 
-def test_the_first_step_that_the_device_has_room_for_finds_what_is_not_cut(tmp_path):
+def test_the_first_step_with_room_finds_the_module_that_prevents_cutting(tmp_path):
     make, config = lambda: Stashing("number"), {"update": "deferred"} | NVME
     expected = run(tmp_path, False, make=make, n=2, num_steps=1, **config)
     with training(full_once(make, "first"), tmp_path, options={"accumulation_steps": 2}, **config) as (model, engine, optimizer):
@@ -1027,8 +1027,8 @@ def test_the_first_step_that_the_device_has_room_for_finds_what_is_not_cut(tmp_p
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_what_is_not_cut_after_all_keeps_its_activations_on_the_device(tmp_path, monkeypatch):
-    """Host memory has room for some of what blocks are given, and for nothing like a whole graph."""
+def test_a_model_that_turns_out_uncut_keeps_activations_on_the_device(tmp_path, monkeypatch):
+    """Host memory has room for some block inputs, but not for a whole graph."""
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     make, config = lambda: Stashing("number"), {"options": {"accumulation_steps": 3}, "host_memory": 512 << 10} | NVME
     expected = run(tmp_path, False, make=make, **NVME)
@@ -1044,7 +1044,7 @@ def test_what_is_not_cut_after_all_keeps_its_activations_on_the_device(tmp_path,
         assert "another one for each micro-batch" in reason
 
 
-def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_there(tmp_path):
+def test_a_full_device_in_backward_is_an_error_that_names_a_remedy(tmp_path):
     def fail(gradient):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -1056,7 +1056,7 @@ def test_a_device_that_is_full_in_backward_is_an_error_that_says_what_is_kept_th
 
 
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
-def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is_an_error_that_says_so(num_in_host_memory, tmp_path, monkeypatch):
+def test_a_full_device_in_backward_advises_nvme_if_host_memory_is_full(num_in_host_memory, tmp_path, monkeypatch):
     leave_room(monkeypatch, num_in_host_memory)
 
     def fail(gradient):
@@ -1074,7 +1074,7 @@ def test_a_device_that_is_full_in_backward_of_what_had_no_room_in_host_memory_is
         assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
-def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
+def test_no_remedy_is_named_if_the_device_keeps_no_block_inputs(tmp_path, capfd):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -1094,7 +1094,7 @@ def test_where_the_device_keeps_nothing_that_is_no_remedy(tmp_path, capfd):
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
 def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
-    """In a forward pass, and in one that runs again for backward; before a block, and inside of it."""
+    """In a forward pass, and in one that runs again in backward. Before a block, and inside a block."""
     expected = run(tmp_path, True, num_steps=1, update="deferred", **NVME)
     with training(Chain, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
         calls = []
@@ -1117,7 +1117,7 @@ def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_an_interrupt_at_the_end_leaves_the_model_as_it_was(tmp_path):
+def test_an_interrupt_at_the_end_restores_the_model(tmp_path):
     given_back = []
 
     class Switch:
@@ -1143,7 +1143,7 @@ def test_an_interrupt_at_the_end_leaves_the_model_as_it_was(tmp_path):
         assert all(block.config.use_cache and "_call_impl" not in vars(block) for block in model.blocks)
 
 
-# ---- what cannot be cut ----
+# ---- models that cannot be cut ----
 
 
 def counting(loss, calls):
@@ -1155,8 +1155,8 @@ def counting(loss, calls):
 
 
 def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
-    """The bits of the ordinary loop; the first step begins anew, for a reason that is told once. most: calls of the loss more than steps
-    need."""
+    """Asserts the bits of the ordinary loop. The first step begins anew, and its reason is reported once. most: limit of additional calls
+    of the loss."""
     expected_losses, expected_states, expected_buffers, _ = run(directory, False, make=make, **NVME, **how)
     capfd.readouterr()
     losses, calls = [], []
@@ -1176,11 +1176,11 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
         assert len(reasons) == 1 and match in reasons[0], reasons
         assert engine.cycle.layerwise_limits.whole is whole
         assert capfd.readouterr().err.count(reasons[0]) == 1
-        assert 3 * 3 < len(calls) <= 3 * 3 + most  # what the step called before it was begun anew
+        assert 3 * 3 < len(calls) <= 3 * 3 + most  # with the calls before the step began anew
 
 
 class Box:
-    """An object of the program's own, with what the first layer, or a block, has made."""
+    """An object of the program that holds the output of the first layer or of a block."""
 
 
 class Boxed(Chain):
@@ -1204,7 +1204,7 @@ class Looking(Block):
 
 
 @pytest.mark.parametrize("made_by", [0, 2])
-def test_what_a_block_finds_elsewhere_makes_one_of_it_and_those_before(made_by, tmp_path, capfd):
+def test_a_block_that_reads_a_hidden_tensor_joins_the_blocks_before_it(made_by, tmp_path, capfd):
     make = lambda: Boxed(made_by)
     assert_runs_as_one(tmp_path, capfd, "the part of the model after Looking reaches", whole=False, make=make)
     with training(make, tmp_path, options={"accumulation_steps": 3}, **NVME) as (model, engine, optimizer):
@@ -1222,7 +1222,7 @@ def test_what_a_block_finds_elsewhere_makes_one_of_it_and_those_before(made_by, 
 
 
 class Stashing(Chain):
-    """Keeps in itself what a block reads, in a way of some kind."""
+    """Keeps a value in an attribute, which a block reads. kind: the type of the value."""
 
     def __init__(self, kind):
         super().__init__(num_blocks=4)
@@ -1253,13 +1253,13 @@ class Reading(Block):
 
 
 @pytest.mark.parametrize("kind", ["tensor", "mask", "list", "number"])
-def test_what_a_module_keeps_of_each_micro_batch_runs_as_in_the_ordinary_loop(kind, tmp_path, capfd):
+def test_an_attribute_that_differs_by_micro_batch_prevents_cutting(kind, tmp_path, capfd):
     name = "found" if kind == "list" else "kept"
     assert_runs_as_one(tmp_path, capfd, f"Stashing.{name} is another one for each", whole=True, make=lambda: Stashing(kind))
 
 
 class Averaging(Chain):
-    """Whitens what each block is given by an average that all of them write."""
+    """Centres each block's input by an average that all blocks write."""
 
     def __init__(self):
         super().__init__(num_blocks=3)
@@ -1274,7 +1274,7 @@ class Averaging(Chain):
 
 
 class Buffering(Block):
-    """Keeps in a buffer what has a gradient."""
+    """Keeps a tensor with a graph in a buffer."""
 
     def __init__(self, hidden):
         super().__init__(hidden)
@@ -1295,7 +1295,7 @@ class Buffered(Chain):
 
 
 class Swapping(Chain):
-    """Has blocks find something else in the place of a parameter, while they are called."""
+    """Replaces a parameter of each block by another tensor during the call."""
 
     def forward(self, x):
         x = self.first(x)
@@ -1306,7 +1306,7 @@ class Swapping(Chain):
 
 
 class SwappingOne(Chain):
-    """Has a block that begins no segment find something else in the place of a parameter."""
+    """Replaces a parameter of a block that begins no segment by another tensor during the call."""
 
     def forward(self, x):
         *others, block = self.blocks
@@ -1315,7 +1315,7 @@ class SwappingOne(Chain):
 
 
 class Hooked(Chain):
-    """A weight that two parts of the model use has a hook that is not linear."""
+    """Two parts of the model use one weight, which has a hook that is not linear."""
 
     def __init__(self):
         super().__init__(num_blocks=3)
@@ -1332,12 +1332,12 @@ class Hooked(Chain):
         (Hooked, "first.weight has a hook"),
     ],
 )
-def test_so_does_what_passes_that_take_turns_would_mix_up(make, match, tmp_path, capfd):
+def test_state_that_micro_batches_would_mix_up_prevents_cutting(make, match, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
 
 
 @pytest.mark.parametrize("wraps", [lambda make: make, lambda make: full_once(make, "first")], ids=["", "no room"])
-def test_so_does_a_block_inside_a_segment_that_finds_something_else_in_the_place_of_a_parameter(wraps, tmp_path):
+def test_a_replaced_parameter_inside_a_segment_has_the_bits_of_the_loop(wraps, tmp_path):
     losses, states, *_ = run(tmp_path, True, make=wraps(SwappingOne), chunk_mib=1 / 16, **NVME)
     expected_losses, expected_states, *_ = run(tmp_path, False, make=SwappingOne, chunk_mib=1 / 16, **NVME)
     assert losses == expected_losses
@@ -1345,7 +1345,7 @@ def test_so_does_a_block_inside_a_segment_that_finds_something_else_in_the_place
 
 
 class Caching(Chain):
-    """Keeps a table that it makes once."""
+    """Keeps a table that the first call makes."""
 
     table = None
 
@@ -1358,7 +1358,7 @@ class Caching(Chain):
         return self.last(x)
 
 
-def test_what_a_module_makes_once_is_no_reason(tmp_path, capfd):
+def test_an_attribute_that_is_made_once_does_not_prevent_cutting(tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, make=Caching, **NVME)
     assert "infinity.accumulate" not in capfd.readouterr().err
 
@@ -1374,7 +1374,7 @@ class Scaling(torch.autograd.Function):
 
 
 class WithFunction(Chain):
-    """A custom function between blocks is given what the first layer has made."""
+    """A custom function between blocks gets the output of the first layer."""
 
     def forward(self, x):
         x = first = self.first(x)
@@ -1386,12 +1386,12 @@ class WithFunction(Chain):
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_a_custom_function_between_blocks_makes_one_of_those_before(update, tmp_path, capfd):
+def test_a_custom_function_between_blocks_joins_the_blocks_before_it(update, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, "reaches EmbeddingBackward0", whole=False, make=WithFunction, update=update)
 
 
 class Turning(Chain):
-    """Two rounds through its blocks, with something that is not seen inside of each, or between the two."""
+    """Two passes through the blocks. In the second, a custom function gets the output of the first layer, or of the first pass if `between`."""
 
     def __init__(self, between):
         super().__init__()
@@ -1409,11 +1409,11 @@ class Turning(Chain):
 
 
 @pytest.mark.parametrize("between, match, most", [(False, "reaches EmbeddingBackward0", 3), (True, "reaches AddBackward0", 6)])
-def test_a_model_of_which_nothing_can_be_cut_runs_as_in_the_ordinary_loop(between, match, most, tmp_path, capfd):
+def test_a_model_that_cannot_be_cut_runs_as_in_the_ordinary_loop(between, match, most, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=between, most=most, make=lambda: Turning(between))
 
 
-def test_a_model_without_blocks_is_one_segment_and_says_so(tmp_path, capfd):
+def test_a_model_without_blocks_is_reported_as_one_segment(tmp_path, capfd):
     def make():
         return nn.Sequential(nn.Embedding(50, 32), Block(32), nn.Linear(32, 50))
 
@@ -1442,7 +1442,7 @@ class ChangingBetween(Chain):
 
 
 class Adding(nn.Module):
-    """Needs nothing of what it is given for its gradient."""
+    """The gradient of this block does not need the input."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -1467,12 +1467,12 @@ def changing():
     ],
     ids=["block", "between", "between without a graph"],
 )
-def test_what_is_changed_in_place_though_it_is_needed_again_runs_as_in_the_ordinary_loop(make, match, tmp_path, capfd):
+def test_an_input_that_is_changed_in_place_prevents_cutting(make, match, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
 
 
 class Late(Chain):
-    """What a block was given is changed behind it, in the segment of both."""
+    """The input of a block is changed after the block, in the same segment."""
 
     def forward(self, x):
         x = self.first(x)
@@ -1483,7 +1483,7 @@ class Late(Chain):
         return self.last(x)
 
 
-def test_so_does_what_is_changed_behind_a_block_of_the_same_segment(tmp_path, capfd):
+def test_an_input_that_is_changed_after_its_block_prevents_cutting(tmp_path, capfd):
     def make():
         model = Late(num_blocks=6)
         for number in (2, 3, 4, 5):
@@ -1494,7 +1494,7 @@ def test_so_does_what_is_changed_behind_a_block_of_the_same_segment(tmp_path, ca
 
 
 class Drawing(Boxed):
-    """Draws, counts and turns statistics in the step that begins anew; its loss empties what it is given."""
+    """Writes counters and statistics in the step that begins anew. The loss of the test empties the batch."""
 
     def __init__(self):
         super().__init__(0)
@@ -1505,7 +1505,7 @@ class Drawing(Boxed):
         return [nn.Sequential(first, self.begin), *rest]
 
 
-def test_a_step_that_begins_anew_finds_what_the_first_one_had(tmp_path, capfd):
+def test_a_step_that_begins_anew_finds_the_first_buffers_and_batches(tmp_path, capfd):
     def loss(model, batch):
         if isinstance(batch, list):
             batch = batch.pop(), batch.pop()
@@ -1516,7 +1516,7 @@ def test_a_step_that_begins_anew_finds_what_the_first_one_had(tmp_path, capfd):
     assert capfd.readouterr().err.count("the part of the model after Looking reaches") == 1
 
 
-def test_draws_of_a_step_that_begins_anew_are_those_of_one_that_did_not(tmp_path):
+def test_a_step_that_begins_anew_draws_the_same_random_numbers(tmp_path):
     class DroppingBoxed(Boxed):
         def __init__(self):
             super().__init__(2)
@@ -1525,7 +1525,7 @@ def test_draws_of_a_step_that_begins_anew_are_those_of_one_that_did_not(tmp_path
     found = []
     for steps in (1, 2):
         with training(DroppingBoxed, tmp_path, options={"accumulation_steps": 3}, update="deferred", **NVME) as (model, engine, optimizer):
-            if steps == 2:  # the first finds what cannot be cut, and is forgotten
+            if steps == 2:  # the first step finds the place that cannot be cut, and is dropped
                 state = torch.get_rng_state()
                 infinity.accumulate(model, tokens(0), loss_of)
                 optimizer.zero_grad()
@@ -1572,13 +1572,13 @@ class Records(Chain):
 
 def test_blocks_may_take_and_fill_dataclasses(tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, make=Records, **NVME)
-    assert "infinity.accumulate" not in capfd.readouterr().err  # all is cut
+    assert "infinity.accumulate" not in capfd.readouterr().err  # no message: every block is cut
 
 
-# ---- what cannot begin ----
+# ---- calls that are refused ----
 
 
-def test_it_says_what_it_cannot_begin(tmp_path):
+def test_calls_that_cannot_begin_are_refused_with_a_reason(tmp_path):
     with pytest.raises(infinity.ConfigError, match="parameters of one engine"):
         infinity.accumulate(nn.Linear(2, 2), [1], loss_of)
     with pytest.raises(infinity.ConfigError, match="expected a torch.nn.Module"):
@@ -1619,7 +1619,7 @@ WRONG_LOSSES = {
 
 
 @pytest.mark.parametrize("places", [NVME, {}], ids=["by layer", "on the device"])
-def test_a_wrong_loss_is_refused_and_training_goes_on(places, tmp_path):
+def test_a_wrong_loss_is_refused_and_training_continues(places, tmp_path):
     with training(Chain, tmp_path / "expected", options={"accumulation_steps": 2}, update="deferred", **places) as (model, engine, optimizer):
         expected = [loss.item() for loss in infinity.accumulate(model, tokens(0, 2), loss_of)]
         optimizer.step()
@@ -1639,8 +1639,8 @@ def test_a_wrong_loss_is_refused_and_training_goes_on(places, tmp_path):
         assert_same_states(states_of(engine, model), states)
 
 
-def test_a_backward_pass_of_the_loss_is_refused_below_frozen_blocks(tmp_path):
-    """No parameter of the last segment has a gradient: the pass is found where it reaches the segment before."""
+def test_backward_inside_the_loss_is_refused_below_frozen_blocks(tmp_path):
+    """No parameter of the last segment has a gradient. The engine finds the pass when the pass reaches the segment before."""
 
     def build():
         model = Chain()
@@ -1654,7 +1654,7 @@ def test_a_backward_pass_of_the_loss_is_refused_below_frozen_blocks(tmp_path):
         optimizer.zero_grad()
 
 
-def test_it_is_refused_where_something_else_runs(tmp_path):
+def test_accumulate_is_refused_inside_gathered_and_inside_itself(tmp_path):
     with training(Chain, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
         with infinity.gathered(model.parameters()):
             with pytest.raises(infinity.UsageError, match="infinity.accumulate while the model runs or inside infinity.gathered"):
@@ -1664,8 +1664,8 @@ def test_it_is_refused_where_something_else_runs(tmp_path):
         optimizer.zero_grad()
 
 
-def test_another_thread_that_evaluates_meanwhile_is_refused(tmp_path):
-    """Before a micro-batch calls the model, and behind that."""
+def test_an_evaluation_in_another_thread_is_refused(tmp_path):
+    """The evaluation comes before a micro-batch calls the model, and after."""
     found = []
 
     def evaluate(model, batch):
@@ -1692,12 +1692,12 @@ def test_another_thread_that_evaluates_meanwhile_is_refused(tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_another_thread_that_evaluates_as_it_begins_is_left_alone(tmp_path):
-    """It begins after accumulate has found the model idle, and is still in it as the step begins."""
+def test_an_evaluation_in_another_thread_that_came_first_is_kept(tmp_path):
+    """The evaluation begins after accumulate has found the model idle, and still runs when the step begins."""
     goes_on, is_inside, found = threading.Event(), threading.Event(), []
 
     class Looked(Chain):
-        """Evaluated by another thread as somebody looks for its blocks."""
+        """Another thread evaluates the model while accumulate looks for blocks."""
 
         evaluates = False
 
@@ -1735,7 +1735,7 @@ def test_another_thread_that_evaluates_as_it_begins_is_left_alone(tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_a_loss_finds_what_torch_keeps_for_each_thread(tmp_path):
+def test_a_loss_finds_the_thread_local_state_of_torch(tmp_path):
     seen = []
 
     def loss(model, batch):
@@ -1751,12 +1751,12 @@ def test_a_loss_finds_what_torch_keeps_for_each_thread(tmp_path):
     assert seen == [("DeviceContext", True, torch.bfloat16)] * 2
 
 
-def test_a_step_is_traced(tmp_path):
+def test_a_traced_step_has_the_bits_of_the_ordinary_loop(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, trace=True, **NVME)
 
 
 def test_a_reference_model_may_run_inside_the_loss(tmp_path):
-    """With a switch that is set for its pass alone, as adapters are switched off."""
+    """The program changes an attribute for the reference pass only, in the way in which programs turn adapters off."""
 
     class Switched(Chain):
         scale = 1.0
@@ -1786,7 +1786,7 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
 @on_gpu
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
 @pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), ("fp32", "backward")])
-def test_on_a_gpu_turns_of_a_device_that_was_full_are_the_ordinary_loop(dtype, update, num_in_host_memory, deterministic, tmp_path, monkeypatch):
+def test_on_a_gpu_rounds_have_the_bits_of_the_ordinary_loop(dtype, update, num_in_host_memory, deterministic, tmp_path, monkeypatch):
     batches = lambda step, n=5: [(x.cuda(), y.cuda()) for x, y in tokens(step, n)]
     config = {"device": "cuda", "dtype": dtype, "update": update, **NVME}
     losses, states, _, _ = run(tmp_path, False, make=lambda: tied(Chain()), batches=batches, n=5, **config)
@@ -1802,7 +1802,7 @@ def test_on_a_gpu_turns_of_a_device_that_was_full_are_the_ordinary_loop(dtype, u
 @pytest.mark.few(4)
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
-def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_path):
+def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
         engine.cycle.layerwise_limits.most = -(-n // num_turns)
         for step in range(3):
@@ -1815,10 +1815,10 @@ def test_gradients_leave_the_device_once_a_turn(make, dtype, n, num_turns, tmp_p
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
 
 
-def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(tmp_path):
-    """Whether or not an update of the step before was still announced as this one began, in which ranks may differ."""
+def test_a_sum_that_left_the_device_adds_up_in_host_memory_in_its_round(tmp_path):
+    """Updates of the step before that are still announced make no difference. Ranks may differ in such updates."""
     config = NVME | {"dtype": "bf16", "update": "deferred", "options": {"accumulation_steps": 3}}
-    host_memory = least_host_memory(Chain, tmp_path, **config)  # so that last layers' updates wait
+    host_memory = least_host_memory(Chain, tmp_path, **config)  # so the updates of the last layers wait
     with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
         budget, calls, sent = engine.tier.budget_nbytes, itertools.count(), []
 
@@ -1835,7 +1835,7 @@ def test_a_sum_that_has_made_way_adds_up_in_host_memory_until_the_turn_is_over(t
         assert sent == [sent[0]] * 3
 
 
-def test_a_sum_that_breaks_off_on_its_way_back_is_not_kept_for_nvme(tmp_path, monkeypatch):
+def test_a_sum_whose_return_is_interrupted_is_not_kept_for_nvme(tmp_path, monkeypatch):
     config = NVME | {"update": "deferred", "options": {"accumulation_steps": 4}}
     host_memory = least_host_memory(Chain, tmp_path, **config)
     with training(Chain, tmp_path, host_memory=host_memory, **config) as (model, engine, optimizer):
@@ -1845,7 +1845,7 @@ def test_a_sum_that_breaks_off_on_its_way_back_is_not_kept_for_nvme(tmp_path, mo
         def break_off(gradients, chunks):
             gradients.drain()
             with monkeypatch.context() as patch:
-                if engine.registry.chunks[0] in chunks:  # the last one that has left, so it is in host memory still
+                if engine.registry.chunks[0] in chunks:  # chunk 0 left last: the sum is still in host memory
                     patch.setattr(GradientAdder, "put", interrupt)
                 comes_back(gradients, chunks)
 

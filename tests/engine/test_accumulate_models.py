@@ -1,4 +1,4 @@
-"""infinity.accumulate with Hugging Face and diffusers models as people write them: the losses and states of the ordinary loop, bit by bit."""
+"""infinity.accumulate with models of transformers and diffusers has the losses and states of the ordinary loop, bit by bit."""
 
 import functools
 import warnings
@@ -23,7 +23,7 @@ WAYS = [
     pytest.param(name, dtype, marks=() if dtype in SHORT.get(name, ()) else LONG)
     for name in NAMES
     for dtype in ("fp32", "bf16", "fp16")
-    if name != "ResNet" or dtype == "fp32"  # its batch norms have statistics in fp32, and mix with nothing else
+    if name != "ResNet" or dtype == "fp32"  # ResNet's batch norms have statistics in fp32, which other dtypes do not accept
 ]
 
 
@@ -49,7 +49,7 @@ def how(case, dtype="fp32", **config):
 
 
 def told_of_limits(capfd):
-    """The lines that say why some part of a model is not cut. The line that says that a cache is off is not one of them."""
+    """The lines that say why a part of a model is not cut. The line about the cache is not one of them."""
     lines = capfd.readouterr().err.splitlines()
     return [line for line in lines if "infinity.accumulate: " in line and "the cache of the model" not in line]
 
@@ -64,7 +64,7 @@ def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path,
 @pytest.mark.few(4)
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("places", [name for name in PLACES if name != "nvme"])
-def test_so_they_are_wherever_records_live(places, n, tmp_path):
+def test_every_placement_has_the_bits_of_the_ordinary_loop(places, n, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES["Llama"], "bf16"), **PLACES[places], n=n)
 
 
@@ -73,7 +73,7 @@ def test_so_they_are_wherever_records_live(places, n, tmp_path):
     "name, dtype",
     [("Llama", "bf16"), ("GPT-2", "fp32"), ("T5", "fp32"), ("Whisper", "bf16"), ("ViT", "fp16"), ("Mixtral", "bf16")],
 )
-def test_so_they_are_with_sixteen_micro_batches(name, dtype, tmp_path):
+def test_sixteen_micro_batches_have_the_bits_of_the_ordinary_loop(name, dtype, tmp_path):
     options = {"max_grad_norm": 0.05} | scaled(dtype).get("options", {})
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options, "num_steps": 2}, n=16, **NVME)
 
@@ -125,13 +125,13 @@ def token_ids(step, n):
 
 
 @pytest.mark.parametrize("in_config, given", [(True, {}), (False, {"use_cache": True}), (False, {})])
-def test_a_cache_is_kept_or_the_run_says_that_it_is_off(in_config, given, tmp_path, capfd):
+def test_a_message_says_that_the_cache_of_the_configuration_is_off(in_config, given, tmp_path, capfd):
     def loss(model, ids):
         return model(input_ids=ids, labels=ids, **given).loss / 3
 
     told = "infinity.accumulate: the cache of the model (config.use_cache=True) is turned off"
     how = {"make": functools.partial(small_t5, in_config), "batches": token_ids, "loss": loss, "num_steps": 2}
-    if in_config:  # rounds otherwise than the ordinary loop, which keeps the cache
+    if in_config:  # without the cache, T5 rounds otherwise than the ordinary loop, which keeps the cache
         run(tmp_path, True, **how, **NVME)
         assert capfd.readouterr().err.count(told) == 1
     else:
@@ -172,14 +172,14 @@ def loss_of_noise(model, batch):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=LONG)])
-def test_a_unet_has_its_skips_cut(dtype, tmp_path, capfd):
+def test_a_unet_is_cut_in_spite_of_its_skip_connections(dtype, tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, make=unet, batches=noisy(dtype), loss=loss_of_noise, dtype=dtype, chunk_mib=1 / 64, **NVME)
     assert "infinity.accumulate" not in capfd.readouterr().err
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Llama", "T5", "Mixtral"])
-def test_weights_are_read_as_for_one_micro_batch(name, tmp_path):
+def test_weights_are_read_as_often_as_for_one_micro_batch(name, tmp_path):
     case = CASES[name]
     config = how(case) | NVME | {"chunk_mib": 1 / 64, "num_steps": 4}
     *_, once = run(tmp_path, False, n=1, **config | {"options": {"accumulation_steps": 1}})
@@ -189,7 +189,7 @@ def test_weights_are_read_as_for_one_micro_batch(name, tmp_path):
 
 
 def train_by_layer(name, by_layer, dtype, folder):
-    """Run by every rank: on batches of its own."""
+    """Runs on every rank, with batches of the rank."""
     import torch.distributed as dist
 
     case, rank = CASES[name], dist.get_rank()
@@ -209,7 +209,7 @@ def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tm
 
 
 def train_uncut(make, by_layer, folder):
-    """Run by every rank: a model of which something cannot be cut, on batches of as many rows."""
+    """Runs on every rank: a model that cannot be cut everywhere. All batches have one row."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
@@ -221,7 +221,7 @@ def train_uncut(make, by_layer, folder):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
-def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_the_loop_for_an_uncut_model(make, two_ranks, tmp_path):  # noqa: F811
     make = functools.partial(make, *{Boxed: (2,), Stashing: ("mask",)}.get(make, ()))
     (losses, states), (others, _) = two_ranks.run(train_uncut, make, True, tmp_path)
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_uncut, make, False, tmp_path)
@@ -230,7 +230,7 @@ def test_two_ranks_run_as_one_what_cannot_be_cut(make, two_ranks, tmp_path):  # 
 
 
 def train_tightly(by_layer, update, nbytes, folder):
-    """Run by every rank: with so much room, which sums share with spans."""
+    """Runs on every rank. nbytes: device memory, which sums of gradients share with spans."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -246,7 +246,7 @@ def train_tightly(by_layer, update, nbytes, folder):
 
 @LONG
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_two_ranks_have_these_bits_with_little_room_for_sums(update, two_ranks, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_the_loop_with_little_device_memory(update, two_ranks, tmp_path):  # noqa: F811
     expected = two_ranks.run(train_tightly, False, update, 1 << 20, tmp_path)
     for nbytes in (30_000, 40_000, 80_000):
         for (losses, states), (expected_losses, expected_states) in zip(two_ranks.run(train_tightly, True, update, nbytes, tmp_path), expected):
@@ -255,7 +255,7 @@ def test_two_ranks_have_these_bits_with_little_room_for_sums(update, two_ranks, 
 
 
 def leaves_once(dtype, update, folder):
-    """Run by every rank: bytes to host memory of each step, and how many gradients a rank has."""
+    """Runs on every rank. Returns the bytes to host memory of each step, and the elements of the gradients of a rank."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -273,6 +273,6 @@ def leaves_once(dtype, update, folder):
 
 
 @pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), pytest.param("fp32", "backward", marks=LONG)])
-def test_on_two_ranks_shards_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):  # noqa: F811
+def test_shards_of_two_ranks_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):  # noqa: F811
     for found, num_parameters in two_ranks.run(leaves_once, dtype, update, tmp_path):
         assert found == [4 * num_parameters] * 2

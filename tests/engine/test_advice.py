@@ -1,4 +1,4 @@
-"""When it is told that accumulating by layer would make steps shorter."""
+"""When the engine reports that layer-wise accumulation would shorten steps."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class Steps:
-    """Steps by a clock of its own: each pass takes `compute` seconds, and the drive a second for each 100 MiB."""
+    """Steps on a simulated clock: each pass takes `compute` seconds, and the drive moves 100 MiB per second."""
 
     def __init__(self, monkeypatch):
         self.time, self.told = 0.0, []
@@ -21,7 +21,7 @@ class Steps:
         self.advice = LayerwiseAdvice(self.events, "rank 1 of 2, ", self.told.append)
 
     def step(self, passes: list[int], *, written: int = 0, compute: float = 1.0):
-        """passes: MiB that each reads; written: in the last."""
+        """passes: MiB that each pass reads. written: MiB that the last pass writes."""
         self.advice.begin()
         for number, read in enumerate(passes):
             drive = read / 100
@@ -35,11 +35,11 @@ class Steps:
         self.advice.step_done()
 
 
-def test_it_is_told_once_after_steps_that_would_each_be_shorter(monkeypatch):
+def test_advice_is_given_once_after_several_steps_that_would_be_shorter(monkeypatch):
     steps = Steps(monkeypatch)
     for number in range(2 * NUM_STEPS):
         assert bool(steps.told) == (number >= NUM_STEPS)
-        steps.step([400, 400, 400, 1000], written=600)  # 4 + 4 + 4 + 10 s; by layer 10 s of the drive's
+        steps.step([400, 400, 400, 1000], written=600)  # the loop takes 4 + 4 + 4 + 10 s, a layer-wise step 10 s of drive time
     (text,) = steps.told
     assert text.startswith("rank 1 of 2, ") and "infinity.accumulate(model, micro_batches, loss)" in text
     assert "10 s instead of 22" in text and "2.1 GiB" in text and "1.2 GiB" in text
@@ -51,7 +51,7 @@ def test_it_is_told_once_after_steps_that_would_each_be_shorter(monkeypatch):
     [([1000], 1.0), ([0, 0, 0, 600], 1.0), ([20, 20, 20, 600], 1.0), ([400, 400, 400, 1000], 10.0)],
     ids=["one pass", "weights are kept", "most weights are kept", "compute hides it"],
 )
-def test_nothing_is_told_where_it_would_gain_little(monkeypatch, passes, compute):
+def test_no_advice_is_given_for_a_small_gain(monkeypatch, passes, compute):
     steps = Steps(monkeypatch)
     for _ in range(3 * NUM_STEPS):
         steps.step(passes, compute=compute)
@@ -59,13 +59,13 @@ def test_nothing_is_told_where_it_would_gain_little(monkeypatch, passes, compute
     assert steps.advice.speedup is None or steps.advice.speedup < module.WORTH
 
 
-def test_steps_that_were_given_up_count_for_nothing(monkeypatch):
+def test_dropped_steps_do_not_count(monkeypatch):
     steps = Steps(monkeypatch)
     for _ in range(3 * NUM_STEPS):
         steps.advice.begin()
         steps.events.moved("nvme_read", 0, 400 * MIB, steps.time, steps.time + 4)
         steps.time += 4
-        steps.advice.pass_done()  # then zero_grad()
+        steps.advice.pass_done()  # zero_grad() drops this step
         steps.advice.begin()
         steps.time += 1
         steps.advice.pass_done()
@@ -75,8 +75,8 @@ def test_steps_that_were_given_up_count_for_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("by_layer", [False, True], ids=["loop", "by layer"])
-def test_an_engine_that_reads_weights_again_says_so_and_by_layer_nothing(tmp_path, capsys, monkeypatch, by_layer):
-    monkeypatch.setattr(module, "WORTH", 0.0)  # however fast this drive is
+def test_the_ordinary_loop_gets_advice_and_layer_wise_steps_get_none(tmp_path, capsys, monkeypatch, by_layer):
+    monkeypatch.setattr(module, "WORTH", 0.0)  # the drive of this machine may be fast
     config = infinity.Config(
         swap_dirs=tmp_path, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="16MiB", device_memory="8MiB", chunk_mib=0.25
     )

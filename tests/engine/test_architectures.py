@@ -1,6 +1,6 @@
-"""The architectures that people train, each from a tiny configuration, at the least device memory that the planner states: they train to the
-losses of plain PyTorch, and generate its tokens, there; one byte less is refused at the start.
-"""
+"""Tiny models of common architectures at the least device memory that the planner states.
+
+They have the losses and generated tokens of plain PyTorch. One byte less is refused at the start."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def causal(name, config=DECODER, **changes):
-    """A decoder by the name of its configuration and model in transformers."""
+    """A function that builds the decoder transformers.<name>ForCausalLM."""
     kind = getattr(transformers, f"{name}Config")
     return lambda: getattr(transformers, f"{name}ForCausalLM")(kind(**config | {"num_hidden_layers": 3} | changes))
 
@@ -145,7 +145,7 @@ def regnet():
 
 
 class Denoising(torch.nn.Module):
-    """A diffusion model, with the loss that it is trained with."""
+    """A diffusion model with its training loss."""
 
     def __init__(self, net):
         super().__init__()
@@ -221,7 +221,7 @@ QUICK = ("ViT", "Qwen3", "BART")
 
 @torch.no_grad()
 def generated(model, batch):
-    """The tokens that follow a batch, of a model that generates; else its loss."""
+    """The tokens that a model generates after a batch, or the loss of a model that cannot generate."""
     model.eval()
     inputs = batch(torch.Generator().manual_seed(99))
     if getattr(model, "can_generate", lambda: False)():

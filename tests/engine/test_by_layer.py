@@ -1,5 +1,5 @@
-"""Accumulation by layer of chains of blocks: the gradients of the ordinary loop, each weight read once forward and once backward, and steps
-of both kinds in turn. What else there is to it is in test_accumulate.py."""
+"""Layer-wise accumulation of chains of blocks: the gradients of the ordinary loop, the bytes read from NVMe, and steps of both kinds in turn.
+All other tests of layer-wise accumulation are in test_accumulate.py."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
     assert_same_states(states, expected_states)
 
 
-def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
+def test_clipping_in_fp16_has_the_bits_of_the_ordinary_loop(tmp_path):
     options = {"max_grad_norm": 0.1, "loss_scale": LossScale(initial=256.0)}
     found = [run(tmp_path, by_layer, dtype="fp16", options=options, **NVME) for by_layer in (True, False)]
     assert found[0][0] == found[1][0]
@@ -78,8 +78,8 @@ def test_clipping_and_fp16_are_those_of_the_ordinary_loop(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
-    """The ordinary loop reads 42."""
-    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks: more than there are slots
+    """The ordinary loop reads 42 bytes per parameter and step."""
+    make = lambda: Chain(hidden=256, num_blocks=24)  # 96 chunks, more than the slots
     options = {"accumulation_steps": MICROS}
     read = {}
     for by_layer in (True, False):
@@ -94,12 +94,12 @@ def test_eight_micro_batches_read_14_bytes_a_parameter(update, tmp_path):
             stats = engine.stats()
             read[by_layer] = (stats["nvme_read_nbytes"] - begin) / stats["num_parameters"] / 2
     print(f"{update}: {read[True]:.2f} bytes a parameter and step, the ordinary loop {read[False]:.2f}")
-    assert 12.5 < read[True] < 14.0 * 1.03  # what slots carry across the border of two passes is not read again
+    assert 12.5 < read[True] < 14.0 * 1.03  # less than 14: weights that are still in slots after forward are not read again
     assert 36 < read[False] < 42.0 * 1.03
 
 
 class Odd(Chain):
-    """A frozen first segment, one that lets no gradient through, a container as the last."""
+    """The first segment is frozen, one segment may block the gradient, and the last segment is a container."""
 
     def __init__(self):
         super().__init__(num_blocks=4)
@@ -146,7 +146,7 @@ class Tied(Chain):
 @pytest.mark.parametrize(
     "order", [(0, 1, 0, 1), pytest.param((1, 0, 0, 1), marks=LONG), pytest.param((0, 0, 1, 1), marks=LONG)], ids=str
 )
-def test_steps_by_layer_and_ordinary_ones_may_alternate(order, make, update, tmp_path):
+def test_layer_wise_and_ordinary_steps_may_alternate(order, make, update, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": MICROS}, update=update, **NVME) as (model, engine, optimizer):
         with training(make, tmp_path / "other", options={"accumulation_steps": MICROS}, param_tier="host", optimizer_state_tier="host") as other:
             for step, by_layer in enumerate(order):

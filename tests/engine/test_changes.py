@@ -1,4 +1,4 @@
-"""A table: ways of changing a weight x where it lives x when. Every cell is what plain PyTorch does, or the same refusal in every tier."""
+"""A weight is changed in each way, at each moment, in each tier. The result is that of plain PyTorch, or the same refusal in every tier."""
 
 import contextlib
 
@@ -85,12 +85,12 @@ def loaded_by_assignment(layer):
 
 WAYS = [assign, data_in_place, data_copied, data_by_index, in_place, by_index, detached, initialised, foreach, out_given, other_storage]
 WAYS += [from_vector, replaced, loaded, loaded_by_assignment]
-LOADS = (loaded, loaded_by_assignment)  # through the engine, also where nothing holds the weight
-IN_PLAIN = {loaded_by_assignment: loaded}  # an engine's optimizer keeps the parameter; PyTorch's is left with the old one
+LOADS = (loaded, loaded_by_assignment)  # the engine loads the values, also if no op holds the weight
+IN_PLAIN = {loaded_by_assignment: loaded}  # the engine keeps the parameter. PyTorch's optimizer would keep the old one
 
 
 class Changing(nn.Module):
-    """`change` is called with its layer at a moment."""
+    """Calls `change` with `layer` at the moment `moment` of a step."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def step_of(model, optimizer, step):
 REFUSED = "layer.weight has no value here .*infinity.gathered"
 MODIFIED = "modified by an inplace operation"
 HALF_UPDATED = "new weights between a backward pass that has begun to update and its step"
-MOMENTS = {  # what is said of a change then, if it is not that of plain PyTorch
+MOMENTS = {  # the error of a change at this moment. None: the change has the effect of plain PyTorch
     "in forward": None,
     "in its op": None,
     "in forward, computed": MODIFIED,
@@ -138,7 +138,7 @@ MOMENTS = {  # what is said of a change then, if it is not that of plain PyTorch
 
 
 def expected_error(way, moment):
-    if way is replaced:  # the weight itself is as it was
+    if way is replaced:  # the old weight itself is unchanged
         return None
     if way in LOADS:
         return {"before backward": MODIFIED, "before step": HALF_UPDATED, "between steps": None}.get(moment, MOMENTS[moment])
@@ -147,7 +147,7 @@ def expected_error(way, moment):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_weight_is_changed_as_in_plain_pytorch_or_refused_wherever_it_is(way, moment, tmp_path):
+def test_a_weight_changes_as_in_plain_pytorch_or_is_refused_in_each_tier(way, moment, tmp_path):
     error = expected_error(way, moment)
     reference_model, reference = plain(Changing)
     losses = []

@@ -1,4 +1,4 @@
-"""Modules that torch.compile makes one of: one graph each, without a break, and the bits of plain PyTorch compiled in the same way."""
+"""Modules that torch.compile compiles as one: one graph each, without a break, with the bits of plain PyTorch compiled in the same way."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def gpt_loss(model, step):
 
 
 def train(called, optimizer, steps=4, loss=gpt_loss):
-    """The losses, and how many graphs and breaks there were after each step."""
+    """The losses, and the numbers of graphs and graph breaks after each step."""
     torch._dynamo.reset()
     counters.clear()
     losses, counts = [], []
@@ -88,13 +88,13 @@ def train(called, optimizer, steps=4, loss=gpt_loss):
 
 
 def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="fp32", loss=gpt_loss, counts=((1, 0),) * 4, **config):
-    """Trained in an engine, compiled before or after its start, it has the graphs and breaks of plain PyTorch, after each step, and its
-    bits."""
+    """A model that is compiled before or after the engine starts has the bits of plain PyTorch. After each step, the numbers of graphs and
+    breaks are equal too."""
     options = {"backend": "aot_eager", "fullgraph": True} | (options or {})
     reference_model, reference = plain(make, dtype=dtype)
     expected, found = train(WAYS[way](reference_model, **options), reference, loss=loss)
     assert found == list(counts)
-    made, num_frames = {}, dict(counters["frames"])  # functions that were compiled
+    made, num_frames = {}, dict(counters["frames"])  # how many functions were compiled
 
     def make_compiled():
         made["called"] = WAYS[way](model := make(), **options)
@@ -113,32 +113,32 @@ def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="
 @pytest.mark.few(5)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_compiled_before_and_after_the_start_is_one_graph(way, before, tmp_path):
+def test_a_module_compiled_before_or_after_the_start_is_one_graph(way, before, tmp_path):
     assert_as_plain(gpt, tmp_path, way, before=before, **PLACES["nvme"])
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
-def test_in_the_other_tiers(way, place, tmp_path):
+def test_compiled_modules_train_in_device_and_host_memory(way, place, tmp_path):
     assert_as_plain(gpt, tmp_path, way, **PLACES[place])
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "model"])
-def test_checkpoints_around_blocks_and_inside_of_what_is_compiled(way, tmp_path):
+def test_checkpoints_may_be_around_or_inside_compiled_modules(way, tmp_path):
     assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
-def test_tied_weights_inside_and_outside(way, tmp_path):
+def test_tied_weights_may_be_inside_and_outside_a_compiled_module(way, tmp_path):
     assert_as_plain(lambda: gpt(tie=True), tmp_path, way, **PLACES["nvme"])
 
 
 @pytest.mark.parametrize("way", ["wrappers", "in place"])
-def test_on_the_least_memory(way, tmp_path):
-    """What the planner counts for blocks that are one op each is enough, and one byte less is refused."""
+def test_the_least_memory_is_enough_for_compiled_blocks(way, tmp_path):
+    """Each compiled block is one op. The planner's least memory for these is enough, and one byte less is refused."""
     make = lambda: WAYS[way](gpt(), backend="aot_eager")
     nbytes = helpers.least_device_memory(make, tmp_path, **NVME)
     assert nbytes > helpers.least_device_memory(gpt, tmp_path, **NVME)
@@ -156,8 +156,8 @@ def wrap_layers(model, **options):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_modules_of_torch_itself(before, tmp_path, monkeypatch):
-    """torch.compile wraps these in a function of its own, so that hooks of the module would be compiled, too."""
+def test_compiled_layers_of_torch_are_one_graph_each(before, tmp_path, monkeypatch):
+    """torch.compile wraps torch's own layers in another function, so hooks of the layer would be compiled too."""
     monkeypatch.setitem(WAYS, "layers", wrap_layers)
     assert_as_plain(mlp, tmp_path, "layers", before=before, loss=mlp_loss, counts=[(2, 0)] * 4, **PLACES["nvme"])
 
@@ -174,12 +174,12 @@ class Broken(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["model", "model in place"])
-def test_a_region_with_a_break_of_its_own_has_no_others(way, tmp_path):
+def test_a_module_with_a_graph_break_gets_no_other_breaks(way, tmp_path):
     assert_as_plain(Broken, tmp_path, way, options={"fullgraph": False}, loss=mlp_loss, counts=[(2, 1)] * 4, **PLACES["nvme"])
 
 
-def test_functions_that_call_a_model_break_at_its_ops(tmp_path):
-    """What is not a module has no door: parameters come inside, as without torch.compile."""
+def test_a_compiled_function_that_calls_a_model_breaks_at_its_ops(tmp_path):
+    """A function has no entry that the engine can hook. Weights are fetched inside, as without torch.compile."""
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         function = torch.compile(lambda model, step: model(inputs(model, step)).square().mean(), backend="aot_eager")
@@ -192,15 +192,15 @@ def test_functions_that_call_a_model_break_at_its_ops(tmp_path):
             torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), msg=name)
 
 
-def test_llama_of_transformers(tmp_path):
-    """Its layers call checkpoint() in `__call__`, outside of what `compile()` compiles and inside of what torch.compile(layer) does."""
+def test_compiled_layers_of_llama_are_one_graph_each(tmp_path):
+    """Llama's layers call checkpoint() in `__call__`. layer.compile() does not compile this call, torch.compile(layer) does."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
     def make():
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, use_cache=False, tie_word_embeddings=True, **sizes))
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.blocks = model.model.layers  # under a name that the other tests know
+        model.blocks = model.model.layers  # the name that compile_blocks uses
         return model.train()
 
     def loss(model, step):
@@ -210,7 +210,7 @@ def test_llama_of_transformers(tmp_path):
         assert_as_plain(make, tmp_path, way, loss=loss, **PLACES["nvme"])
 
 
-def test_inductor(tmp_path):
+def test_inductor_compiles_a_model_as_one_graph(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         losses, found = train(torch.compile(model, fullgraph=True), optimizer, loss=mlp_loss)
     assert found == [(1, 0)] * 4
@@ -218,10 +218,10 @@ def test_inductor(tmp_path):
         torch.testing.assert_close(got, expected)
 
 
-# Called in other ways
+# Other calls
 
 
-def test_past_its_door_and_with_compilation_off(tmp_path):
+def test_calls_that_bypass_compilation_have_the_same_bits(tmp_path):
     reference_model, reference = plain(gpt)
     with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
         called = torch.compile(model, backend="eager", fullgraph=True)
@@ -239,14 +239,14 @@ def test_past_its_door_and_with_compilation_off(tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_module_that_is_never_to_be_compiled_is_no_region(tmp_path):
+def test_a_module_with_compilation_disabled_is_planned_by_op(tmp_path):
     with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
         train(torch.compiler.disable(model), optimizer, steps=2)
         uses = [use.key for use in engine.course.route.uses if use.key[0] == "forward"]
-        assert len(uses) == 2 + 3 * 6 + 2, "a use of each module that has parameters"
+        assert len(uses) == 2 + 3 * 6 + 2, "expected one use of each module that has parameters"
 
 
-def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
+def test_after_close_modules_are_compiled_as_before(tmp_path):
     with training(lambda: WAYS["in place"](gpt(), backend="eager"), tmp_path, **NVME) as (model, engine, optimizer):
         assert all("compile" in vars(block) for block in model.blocks)
     for module in model.modules():
@@ -255,12 +255,12 @@ def test_what_a_close_leaves_is_compiled_as_before(tmp_path):
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules() if module is not model)
 
 
-# In other settings
+# Other settings
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
-def test_the_loss_scale_is_outside_of_what_is_compiled(way, tmp_path):
+def test_the_loss_scale_is_applied_outside_the_compiled_module(way, tmp_path):
     found = []
     for compiles in (False, True):
         with training(gpt, tmp_path, **NVME, dtype="fp16") as (model, engine, optimizer):
@@ -271,13 +271,13 @@ def test_the_loss_scale_is_outside_of_what_is_compiled(way, tmp_path):
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_activations_of_what_is_compiled_leave_the_device(tmp_path):
+def test_activations_of_compiled_modules_leave_the_device(tmp_path):
     assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activation_tier="host", **PLACES["nvme"])
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model"])
-def test_compiled_inside_init(way, tmp_path):
+def test_a_module_may_be_compiled_inside_init(way, tmp_path):
     options = {"backend": "aot_eager", "fullgraph": True}
     reference_model, reference = plain(gpt)
     expected, _ = train(WAYS[way](reference_model, **options), reference)
@@ -294,8 +294,8 @@ def test_compiled_inside_init(way, tmp_path):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", ["model", "model in place"])
-def test_evaluated_before_the_optimizer_is_made(way, before, tmp_path):
-    """So the engine starts inside of what is compiled: that call may break, and no other."""
+def test_a_compiled_model_may_be_evaluated_before_the_optimizer_exists(way, before, tmp_path):
+    """The engine then starts inside the compiled module. Only this call may have a graph break."""
     reference_model, _ = plain(gpt)
     torch.manual_seed(0)
     model = gpt()
@@ -318,7 +318,7 @@ def train_on_a_rank(folder, way):
         return [loss.item() for loss in losses], found
 
 
-def test_on_two_ranks(tmp_path):
+def test_two_ranks_have_one_graph_and_equal_losses(tmp_path):
     world = World(2, tmp_path)
     try:
         expected = world.run(train_on_a_rank, tmp_path / "plain", None)
@@ -329,11 +329,11 @@ def test_on_two_ranks(tmp_path):
     assert all(found == [(1, 0)] * 4 for _, found in got)
 
 
-# Interrupted, refused
+# Interrupts and refusals
 
 
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
-def test_an_interrupt_in_what_is_compiled_leaves_nothing_under_way(way, tmp_path):
+def test_an_interrupt_in_a_compiled_module_leaves_no_weights_held(way, tmp_path):
     interrupts = []
 
     def backend(graph, examples):
@@ -360,12 +360,12 @@ def test_an_interrupt_in_what_is_compiled_leaves_nothing_under_way(way, tmp_path
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_what_is_too_large_to_be_one_op_is_refused_with_advice(tmp_path):
+def test_a_compiled_module_that_is_too_large_is_refused_with_a_remedy(tmp_path):
     with pytest.raises(BudgetError, match="Raise device_memory, or compile smaller modules"):
         with training(lambda: WAYS["model in place"](gpt(), backend="eager"), tmp_path, **NVME, device_memory="32KiB"):
             pass
     with training(gpt, tmp_path, **NVME, device_memory="32KiB") as (model, engine, optimizer):
-        refusal = r"GPT is compiled as one, and needs all its weights at once: .* Compile smaller modules"
+        refusal = r"GPT is compiled as one region, and needs all its weights at once: .* Compile smaller modules"
         with pytest.raises(BudgetError, match=refusal):
             model.compile(backend="eager")
         called = torch.compile(model, backend="eager")

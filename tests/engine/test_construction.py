@@ -1,6 +1,6 @@
-"""infinity.init: the weights of a plain construction, bit for bit, with never more than a window of them at home.
+"""infinity.init: the weights of a plain construction, bit for bit, with at most a window of them in memory.
 
-Long because each way to give a parameter values is tried where these are drawn later, sent away, and whole.
+Long because each way to set values is tried with parameters that are drawn later, away, and in memory.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def config(tmp_path):
 
 
 def applied():
-    """A parent that initialises its children again, in a fixed and in a random way."""
+    """A parent that initialises child modules again, with constant and with random values."""
 
     class Parent(nn.Module):
         def __init__(self):
@@ -73,7 +73,7 @@ def tied_and_copied():
             self.head.weight = self.token.weight
             self.twin = copy.deepcopy(self.head)
             self.again = nn.Parameter(self.scale)
-            self.again.data = self.again.data.clone()  # else it would be tied to the other, as the engine could not keep it
+            self.again.data = self.again.data.clone()  # without this, both parameters would share memory, which an engine cannot keep
 
     return Both()
 
@@ -92,7 +92,7 @@ BUILDS = {
 @pytest.mark.parametrize("window", [0, 5000, 1 << 30])
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_weights_are_those_of_a_plain_construction(build, window, later, config, monkeypatch):
-    """later: from so many bytes on they are drawn for the engine."""
+    """later: parameters of at least so many bytes are drawn when the engine needs them."""
     monkeypatch.setattr(construction, "LATER_FROM_NBYTES", later)
     torch.manual_seed(0)
     expected = BUILDS[build]()
@@ -113,8 +113,8 @@ def test_the_weights_are_those_of_a_plain_construction(build, window, later, con
 
 
 @pytest.mark.parametrize("window", [0, 4 * H * H, 20 * H * H])
-def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
-    """After each registration: the window's parameters and the newest one."""
+def test_at_most_a_window_of_parameters_is_in_memory(window, config, monkeypatch):
+    """After each registration, the window and the newest parameter are in memory."""
     held = []
     builder = construction.ConstructionMode
     original = builder._parameter_registered
@@ -133,8 +133,8 @@ def test_no_more_than_the_window_is_at_home(window, config, monkeypatch):
     infinity.engine_of(model).close()
 
 
-def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
-    """All layers come back by turns, in two orders."""
+def test_the_scratch_file_holds_only_parameters_that_are_away(config, monkeypatch):
+    """All layers come back one after the other, in two orders."""
     builder = construction.ConstructionMode
     original, files, layer = builder.__exit__, [], 4 * (H * H + H)
 
@@ -155,8 +155,8 @@ def test_the_scratch_file_holds_no_more_than_what_is_away(config, monkeypatch):
 
 
 @on_gpu
-def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
-    """Layers are made on the CPU and on the device by turns."""
+def test_host_and_device_memory_have_separate_windows(tmp_path, monkeypatch):
+    """Layers are made on the CPU and on the device in turn."""
     window, held = 4 * 4 * H * H, {"cpu": [], "cuda": []}
     builder = construction.ConstructionMode
     original = builder._parameter_registered
@@ -182,10 +182,10 @@ def test_each_memory_has_a_window_of_its_own(tmp_path, monkeypatch):
             assert_same_bits(engine.read_state(param)["weight"], other.detach().cpu(), other.shape)
 
 
-def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch, tmp_path):
+def test_memory_of_parameters_at_the_start_counts_as_free(monkeypatch, tmp_path):
     model, device = mlp(12), torch.device("cpu")
-    twice = nn.Parameter(model.layers[0].weight.detach().view(-1))  # of the same memory
-    part = nn.Parameter(torch.zeros(1 << 20)[:1000])  # the rest is somebody else's
+    twice = nn.Parameter(model.layers[0].weight.detach().view(-1))  # shares the memory of layer 0
+    part = nn.Parameter(torch.zeros(1 << 20)[:1000])  # the rest of the storage belongs to other code
     taken = sum(param.numel() * 4 for param in model.parameters()) + 4000
     for free in (1 << 40, taken // 2):
         monkeypatch.setattr("infinity.engine.sizing.host_free_nbytes", lambda: free)
@@ -197,7 +197,7 @@ def test_what_parameters_take_when_the_engine_starts_counts_as_free(monkeypatch,
 
 
 def grown():
-    """Parameters that are larger when they leave once more."""
+    """Parameters that are larger when they leave a second time."""
     model = nn.Sequential(*(nn.Linear(H, H, bias=False, dtype=torch.bfloat16) for _ in range(6)))
     return nn.Sequential(model.float(), nn.Linear(H, H))
 
@@ -210,7 +210,7 @@ def swollen():
 
 
 def mixed():
-    """Operations over parameters of which some are away and some are not."""
+    """Operations on several parameters, of which some are away."""
     model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(5)))
     with torch.no_grad():
         model[0].weight.mul_(model[0].weight)
@@ -226,7 +226,7 @@ def mixed():
 
 @pytest.mark.parametrize("window", [0, 1500, 3000, 6000, 9000])
 @pytest.mark.parametrize("build", [grown, swollen, mixed])
-def test_what_changes_its_size_or_meets_others_is_as_in_a_plain_construction(build, window, config):
+def test_resized_and_mixed_parameters_are_as_in_a_plain_construction(build, window, config):
     torch.manual_seed(0)
     expected = build()
     torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
         assert got == losses(outside, infinity.AdamW(outside.parameters(), lr=1e-2))
 
 
-def test_an_engine_that_nobody_else_holds_lives_as_long_as_its_model(config):
+def test_an_engine_lives_as_long_as_its_model(config):
     for changes in ({}, {"param_tier": "host", "optimizer_state_tier": "host"}):
         with infinity.init(dataclasses.replace(config, **changes)):
             model = mlp(2)
@@ -272,7 +272,7 @@ def test_an_engine_that_nobody_else_holds_lives_as_long_as_its_model(config):
         infinity.engine_of(model).close()
 
 
-def test_a_change_after_the_block_is_noticed(config):
+def test_a_change_after_the_block_is_refused(config):
     with infinity.init(config, window=0):
         model = mlp()
     nn.init.ones_(model.layers[0].weight)
@@ -281,7 +281,7 @@ def test_a_change_after_the_block_is_noticed(config):
 
 
 def test_an_exception_inside_the_block_removes_the_hooks(config):
-    watch_replicas()  # stays, once any engine was made
+    watch_replicas()  # this hook stays once any engine was made
     before = [*nn.modules.module._global_module_registration_hooks.values()]
     with pytest.raises(KeyError), infinity.init(config, window=0):
         mlp()
@@ -292,7 +292,7 @@ def test_an_exception_inside_the_block_removes_the_hooks(config):
     assert not plain.weight.isnan().any()
 
 
-def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
+def test_every_outermost_module_gets_its_own_engine(config, tmp_path):
     with infinity.init(config, window=0):
         first, second = mlp(2), mlp(3)
     assert infinity.engine_of(first) is not infinity.engine_of(second)
@@ -301,16 +301,16 @@ def test_every_outermost_module_gets_an_engine_of_its_own(config, tmp_path):
 
 
 @pytest.mark.parametrize("most", [8, 1000, 4096])
-def test_the_scratch_file_takes_and_gives_a_part_a_call(most, config, monkeypatch):
-    """As the kernel does with 2 GiB and more."""
+def test_the_scratch_file_is_read_and_written_in_several_calls(most, config, monkeypatch):
+    """The kernel moves less than 2 GiB per call."""
     monkeypatch.setattr("infinity.system.scratch._MOST_A_CALL", most)
     test_the_weights_are_those_of_a_plain_construction("lstm", 0, 1 << 20, config, monkeypatch)
 
 
 @pytest.mark.parametrize("harm", ["a bit", "zeros", "an end"])
 @pytest.mark.parametrize("when", ["inside", "at the start"])
-def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
-    """Before a value of it is used, whether the parameter comes back in the block or for the engine."""
+def test_a_changed_scratch_file_is_reported_with_its_directory(when, harm, config, monkeypatch):
+    """The error comes before a value is used, when the parameter comes back inside the block or for the engine."""
     opened, made = Scratch._opened, []
 
     def noting(self):
@@ -327,7 +327,7 @@ def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
         os.pwrite(fd, bytes([byte ^ 16]) if harm == "a bit" else bytes(nbytes), 0 if harm == "zeros" else nbytes // 2)
 
     monkeypatch.setattr(Scratch, "_opened", noting)
-    monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 1 << 20)  # else they are drawn later, and need no file
+    monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 1 << 20)  # smaller parameters would be drawn later, and need no file
     torch.manual_seed(0)
     with pytest.raises(infinity.SwapError, match=r"of shape \(64, 64\) under construction: .*name another directory") as caught:
         with infinity.init(config, window=0):
@@ -342,7 +342,7 @@ def test_a_scratch_file_that_changed_is_named(when, harm, config, monkeypatch):
 
 
 class Counts:
-    """What the last `infinity.init` cost."""
+    """The bytes that the last `infinity.init` wrote and read, and the parameters that came back."""
 
     def __init__(self, builders):
         self.builders = builders
@@ -355,7 +355,7 @@ class Counts:
 
 @pytest.fixture
 def counts(monkeypatch):
-    """Values are drawn later from the first byte on, by stripes."""
+    """All values are drawn later, in stripes."""
     monkeypatch.setattr(construction, "LATER_FROM_NBYTES", 0)
     monkeypatch.setattr(draws, "STRIPE_NUMEL", 1 << 8)
     builders, original = [], construction.ConstructionMode.__init__
@@ -398,7 +398,7 @@ def replaced(weight):
 
 
 def asked(weight):
-    """Questions about what it is."""
+    """Reads metadata of the weight."""
     assert weight.shape == (H, H) and weight.stride() == (H, 1) and weight.is_contiguous() and weight.numel() == H * H
     assert weight.is_leaf and weight.device.type == "cpu" and not weight._post_accumulate_grad_hooks and not weight._backward_hooks
     assert torch.empty_like(weight).is_contiguous() and weight.new_zeros(2).eq(0).all()
@@ -419,7 +419,7 @@ def asked(weight):
         (layers(replaced), 4 * LAYER, {"written": 2 * LAYER, "read": 0, "homecomings": 0}),
     ],
 )
-def test_what_does_not_fit_is_written_once_and_what_is_overwritten_is_not_read(build, window, expected, config, counts):
+def test_parameters_leave_once_and_overwritten_ones_are_not_read_back(build, window, expected, config, counts):
     torch.manual_seed(0)
     plain = build()
     torch.manual_seed(0)
@@ -431,7 +431,7 @@ def test_what_does_not_fit_is_written_once_and_what_is_overwritten_is_not_read(b
             assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
 
 
-def test_the_search_for_layers_to_cut_brings_nothing_home(config, counts):
+def test_the_search_for_layers_to_cut_brings_no_parameter_back(config, counts):
     with infinity.init(dataclasses.replace(config, tile_above="2KiB"), window=0):
         model = tiny_gpt()
     sizes = [param.numel() for param in model.parameters()]
@@ -439,7 +439,7 @@ def test_the_search_for_layers_to_cut_brings_nothing_home(config, counts):
     infinity.engine_of(model).close()
 
 
-def test_a_model_that_the_window_holds_is_whole_when_the_block_ends(config, counts):
+def test_a_model_that_fits_into_the_window_has_values_after_the_block(config, counts):
     torch.manual_seed(0)
     expected = mlp(3)
     torch.manual_seed(0)
@@ -451,7 +451,7 @@ def test_a_model_that_the_window_holds_is_whole_when_the_block_ends(config, coun
     infinity.engine_of(model).close()
 
 
-def test_what_no_module_has_any_more_is_the_programs(config, counts):
+def test_a_parameter_without_a_module_keeps_its_values(config, counts):
     with infinity.init(config, window=0):
         model = mlp(3)
         kept, shape = model.layers[1].weight, model.layers[1].weight.shape
@@ -463,7 +463,7 @@ def test_what_no_module_has_any_more_is_the_programs(config, counts):
     infinity.engine_of(model).close()
 
 
-def test_a_parameter_that_others_refer_to_is_drawn_at_once(config, counts):
+def test_a_parameter_with_a_view_is_drawn_at_once(config, counts):
     with infinity.init(config, window=0):
         layer = nn.Linear(H, H)
         view = layer.weight.detach()[1:]
@@ -473,7 +473,7 @@ def test_a_parameter_that_others_refer_to_is_drawn_at_once(config, counts):
     infinity.engine_of(layer).close()
 
 
-def test_an_initialiser_that_fails_leaves_the_values(config, counts):
+def test_an_initialiser_that_fails_keeps_the_old_values(config, counts):
     with infinity.init(config, window=0):
         layer = nn.Linear(H, H, bias=False)
         nn.init.constant_(layer.weight, 3.0)
@@ -487,8 +487,8 @@ def test_an_initialiser_that_fails_leaves_the_values(config, counts):
     infinity.engine_of(layer).close()
 
 
-def test_a_function_that_somebody_put_in_an_initialisers_place_counts(config, counts, monkeypatch):
-    """As transformers and DeepSpeed do, for a while."""
+def test_a_function_that_replaces_an_initialiser_is_called(config, counts, monkeypatch):
+    """transformers and DeepSpeed replace initialisers temporarily."""
     original, kept = nn.init.normal_, set()
 
     def guarded(tensor, mean=0.0, std=1.0, generator=None):
@@ -501,7 +501,7 @@ def test_a_function_that_somebody_put_in_an_initialisers_place_counts(config, co
         kept.add(id(first.weight))
         for layer in (first, second):
             nn.init.normal_(layer.weight)
-            original(layer.weight)  # which hands the mode the one in its place
+            original(layer.weight)  # the original calls the mode with the replacement
         monkeypatch.undo()
         assert first.weight.eq(3.0).all() and second.weight.ne(3.0).all()
     for layer in (first, second):
@@ -509,8 +509,8 @@ def test_a_function_that_somebody_put_in_an_initialisers_place_counts(config, co
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_what_breaks_off_in_a_draw_leaves_nothing_behind(error, config, counts, monkeypatch, tmp_path):
-    """The third draw, with one parameter in the scratch file."""
+def test_an_exception_in_a_draw_leaves_no_file_hook_or_thread(error, config, counts, monkeypatch, tmp_path):
+    """The third draw raises, with one parameter in the scratch file."""
     write, drawn = draws.Drawn.write, []
 
     def broken(self, out, num_threads):
@@ -532,7 +532,7 @@ def test_what_breaks_off_in_a_draw_leaves_nothing_behind(error, config, counts, 
 
 
 def saved_llama(folder):
-    """What a checkpoint in several files holds; two of its tensors are of a kind of their own."""
+    """Saves a small Llama in several files. Returns the function that loads such a model."""
     transformers = pytest.importorskip("transformers")
     settings = transformers.LlamaConfig(
         vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
@@ -546,8 +546,8 @@ def saved_llama(folder):
 
 @pytest.mark.parametrize("window", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_model_that_is_read_from_files_passes_no_scratch_file(dtype, window, config, counts, tmp_path):
-    """What is mapped stays where it is; what is converted is in host memory, whose window it may exceed."""
+def test_a_model_loaded_from_files_needs_no_scratch_file(dtype, window, config, counts, tmp_path):
+    """Mapped parameters stay in their file. Converted ones are in host memory. If they exceed the window, they go to the scratch file."""
     load = saved_llama(tmp_path / "saved")
     expected = load(tmp_path / "saved", dtype=dtype)
     config = dataclasses.replace(config, dtype="bf16" if dtype is torch.bfloat16 else "fp32")
@@ -567,7 +567,7 @@ def test_a_model_that_is_read_from_files_passes_no_scratch_file(dtype, window, c
 
 
 def test_memory_of_mapped_files_counts_as_free_once(monkeypatch, tmp_path):
-    """Its pages are the page cache, which what is available has in it."""
+    """Mapped pages are in the page cache, which free host memory already includes."""
     path = tmp_path / "values"
     path.write_bytes(bytes(1 << 20))
     mapped = nn.Parameter(torch.from_file(str(path), shared=False, size=1 << 18))
@@ -578,7 +578,7 @@ def test_memory_of_mapped_files_counts_as_free_once(monkeypatch, tmp_path):
     assert sum(budgets(settings, device, Ranks(device), [other])) == (1 << 40) * 3 // 4 + (3 << 18)
 
 
-def test_the_programs_default_device_is_not_that_of_a_draw(config, counts):
+def test_a_draw_ignores_the_programs_default_device(config, counts):
     with infinity.init(config, window=4 * LAYER):
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(H, H, bias=False, device="cpu") for _ in range(6)))
@@ -594,8 +594,8 @@ def test_the_programs_default_device_is_not_that_of_a_draw(config, counts):
     "compression, host_memory, num_late", [("auto", "auto", 2), ("auto", "128KiB", 0), ("off", "auto", 0)], ids=["late", "little", "off"]
 )
 def test_first_moments_are_not_written_to_nvme(compression, host_memory, num_late, dtype, tmp_path, counts):
-    """All moments are zero before the first update. host_memory: with room for gradients of late moments, and without. dtype: that of
-    the model's values; a value that is bf16 is its own master, and its residual is zero, too."""
+    """All moments are zero before the first update. host_memory: with and without room for gradients of late moments. dtype: of the model's
+    values. The residual of a bf16 value is zero too."""
     config = infinity.Config(
         swap_dirs=tmp_path,
         device="cpu",
@@ -626,7 +626,7 @@ def test_first_moments_are_not_written_to_nvme(compression, host_memory, num_lat
             assert all(value.eq(0).all() for name, value in state.items() if name not in written) and len(state) == 3
 
 
-def test_what_a_parameter_costs_does_not_grow_with_their_number(tmp_path, monkeypatch):
+def test_calls_per_parameter_do_not_grow_with_the_number_of_parameters(tmp_path, monkeypatch):
     counts = []
     for num_layers in (100, 200):
         calls = []
@@ -645,7 +645,7 @@ OPTIONS = {"plain": {}, "clips": {"max_grad_norm": 1.0}, "accumulates": {"accumu
 
 
 def taken_from(way, config, window):
-    """A model of four layers in an engine, and a copy that is in none."""
+    """A model of four layers in an engine, and an equal model without an engine."""
     torch.manual_seed(0)
     plain = mlp(4)
     torch.manual_seed(0)
@@ -660,7 +660,7 @@ def taken_from(way, config, window):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("way, window", [("init", 1), ("init", None), ("offload", None)], ids=["away", "home", "offload"])
-def test_values_may_be_changed_before_the_optimizer_is_made(way, window, options, config):
+def test_values_may_be_changed_before_the_optimizer_exists(way, window, options, config):
     model, plain = taken_from(way, config, window)
     for each in (model, plain):
         with torch.no_grad(), infinity.gathered(list(each.parameters())) if each is model else contextlib.nullcontext():
@@ -674,7 +674,7 @@ def test_values_may_be_changed_before_the_optimizer_is_made(way, window, options
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_that_were_loaded_are_gathered_before_the_optimizer_is_made(dtype, config):
+def test_loaded_values_may_be_gathered_before_the_optimizer_exists(dtype, config):
     with infinity.init(config, window=1):
         model = mlp(4).to(dtype)
     torch.manual_seed(1)
@@ -690,7 +690,7 @@ def test_values_that_were_loaded_are_gathered_before_the_optimizer_is_made(dtype
             assert_same_bits(value, (loaded[name].to(dtype) * 2).float(), name)
 
 
-def test_gathered_values_leave_again_for_the_scratch_file(config, counts):
+def test_gathered_values_return_to_the_scratch_file(config, counts):
     with infinity.init(config, window=LAYER):
         model = mlp(6)
     before = counts.builders[0].scratch.written_nbytes
@@ -734,7 +734,7 @@ def changed_on_rank_0(folder):
         return all((value == 1.0).all() for value in model.state_dict().values())
 
 
-def test_values_of_rank_0_count_before_the_optimizer_is_made(tmp_path):
+def test_values_of_rank_0_win_before_the_optimizer_exists(tmp_path):
     world = World(2, tmp_path)
     try:
         assert world.run(changed_on_rank_0, tmp_path) == [True, True]

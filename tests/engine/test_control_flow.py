@@ -1,7 +1,7 @@
-"""Steps that differ: other orders, other lengths, other parts of the model, on one rank and on several; and where ranks part.
+"""Steps that differ in the order, number or choice of modules, on one rank and on several. Ranks that diverge.
 
-What may differ has the numbers of plain PyTorch and is fetched ahead again; what cannot work ends soon, in a typed error. Long
-because the same few models, orders and processes serve one rank and several.
+Allowed differences have the numbers of plain PyTorch, and fetches run ahead again. Others end soon in a typed error. Long because one rank
+and several ranks share the same few models, orders and processes.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ LAYER_NBYTES = 4 * (H * H + H)
 
 
 class Layers(nn.Module):
-    """Runs its layers in the order that it is told."""
+    """Runs the layers in the order of the argument."""
 
     def __init__(self, depth=DEPTH):
         super().__init__()
@@ -98,11 +98,11 @@ def long_unless(default, *values, name=None):
     return pytest.param(*values, id=name or "-".join(map(str, values)), marks=[] if default else pytest.mark.long)
 
 
-# ---- one rank: the same bits, whatever runs ----
+# ---- one rank: the same bits for every order ----
 
 
 def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, options=None):
-    """`run(model, step, micro)` gives a loss; losses and all states must have the bits of the reference."""
+    """`run(model, step, micro)` returns a loss. Losses and all states must have the bits of the reference."""
     config, options = {**NVME, **(config or {})}, options or {}
     clip, micros = options.get("max_grad_norm"), options.get("accumulation_steps", 1)
     reference_model, reference = plain(make)
@@ -136,7 +136,7 @@ def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, optio
 @pytest.mark.parametrize(
     "order, way", [long_unless((order, way) in DEFAULT, order, way) for order in ORDERS for way in TRAININGS]
 )
-def test_an_order_that_changes_changes_no_bit(order, way, tmp_path):
+def test_a_changing_order_of_layers_changes_no_bit(order, way, tmp_path):
     config, options = TRAININGS[way]
 
     def run(model, step, micro):
@@ -145,7 +145,7 @@ def test_an_order_that_changes_changes_no_bit(order, way, tmp_path):
     run_and_compare(run, tmp_path, config=config, options=options)
 
 def evaluate_in_between(model, step, micro):
-    """An evaluation between forward and backward, in other modes, and a layer called alone."""
+    """Between forward and backward: an evaluation in eval mode without gradients, and a call of one layer."""
     loss = model(batch(step, micro), UP)
     with torch.no_grad():
         model.eval()
@@ -156,7 +156,7 @@ def evaluate_in_between(model, step, micro):
 
 
 def one_layer_alone(model, step, micro):
-    """A layer alone, before the model, in the same backward pass."""
+    """A call of one layer before the model, in the same backward pass."""
     return model(torch.tanh(model.layers[step % DEPTH](batch(step, micro))), _a_part(step))
 
 
@@ -180,19 +180,19 @@ PROGRAMS = [evaluate_in_between, one_layer_alone, trains_and_evaluates]
         for way in TRAININGS
     ],
 )
-def test_what_runs_beside_the_model_changes_no_bit(run, way, tmp_path):
+def test_evaluations_and_calls_of_single_layers_change_no_bit(run, way, tmp_path):
     config, options = TRAININGS[way]
     run_and_compare(run, tmp_path, config=config, options=options)
 
 
-# ---- one rank: fetched ahead ----
+# ---- one rank: fetches ahead of ops ----
 
 ROOM = {**NVME, "device_memory": 5 * LAYER_NBYTES}
 RESIDENCIES = {"none": ROOM, "ordinary": {**ROOM, "residency": "auto"}}
 
 
 def shares_ahead(directory, orders, between=None, **config):
-    """Of each step the share of fetches that were issued before their op; and the pipeline's routes."""
+    """For each step, the share of fetches that were issued before their op. And the number of plans."""
     with training(Layers, directory, **config) as (model, engine, optimizer):
         found = []
         for step, order in enumerate(orders):
@@ -217,13 +217,13 @@ def test_a_model_that_alternates_is_fetched_ahead_from_the_fourth_step_on(order,
 
 
 @pytest.mark.parametrize("residency", RESIDENCIES)
-def test_a_model_that_never_changes_is_planned_once(residency, tmp_path):
+def test_a_constant_order_is_planned_once(residency, tmp_path):
     found, num_plans = shares_ahead(tmp_path, [UP] * 6, **RESIDENCIES[residency])
     assert found[1:] == [1.0] * 5
     assert num_plans == 1
 
 
-def test_one_step_that_differed_is_not_expected_for_ever(tmp_path):
+def test_one_different_step_does_not_change_the_expected_route(tmp_path):
     found, num_plans = shares_ahead(tmp_path, [UP] * 4 + [DOWN] + [UP] * 6, **ROOM)
     assert found[1:4] + found[7:] == [1.0] * 7, found
     assert num_plans == 2
@@ -243,19 +243,19 @@ def turned(by):
     return UP[by:] + UP[:by]
 
 
-def test_as_many_routes_as_may_be_known_are_planned_once_each(tmp_path):
+def test_up_to_max_routes_each_route_is_planned_once(tmp_path):
     found, num_plans = shares_ahead(tmp_path, [turned(step % MAX_ROUTES) for step in range(3 * MAX_ROUTES)], **ROOM)
     assert num_plans == MAX_ROUTES == 8
     assert min(found[MAX_ROUTES + 1 :]) >= 0.9, found
 
 
-def test_more_routes_than_may_be_known_are_forgotten_and_planned_again(tmp_path):
+def test_beyond_max_routes_old_routes_are_planned_again(tmp_path):
     shuffled = [_shuffled(step) for step in range(MAX_ROUTES + 4)]
     _, num_plans = shares_ahead(tmp_path, shuffled, **ROOM)
     assert num_plans == MAX_ROUTES + 4
 
 
-def test_the_actions_of_a_known_route_are_not_made_again(tmp_path):
+def test_a_known_route_keeps_its_list_of_actions(tmp_path):
     with training(Layers, tmp_path, **ROOM) as (model, engine, optimizer):
         actions = []
         for step in range(6):
@@ -267,7 +267,7 @@ def test_the_actions_of_a_known_route_are_not_made_again(tmp_path):
     assert actions[0] != actions[1]
 
 
-def test_a_layer_that_runs_twice_is_planned_again_once_its_gradients_are_known(tmp_path):
+def test_a_layer_that_runs_twice_is_planned_again_after_one_step(tmp_path):
     order = [index for index in UP for _ in range(2)]
     found, num_plans = shares_ahead(tmp_path, [order] * 6, **ROOM)
     assert num_plans == 2
@@ -286,7 +286,7 @@ class Chosen:
 
 
 class Experts(nn.Module):
-    """A router and experts, of which those in `hit` run, each for all rows. What it returns depends on `kind`."""
+    """A router and experts. The experts in `hit` run, each for all rows. The type of the output depends on `kind`."""
 
     def __init__(self, kind):
         super().__init__()
@@ -361,7 +361,7 @@ ON_RANKS |= {"device": "cpu", "dtype": "fp32", "device_memory": 64 * LAYER_NBYTE
 
 
 def mixture(folder, options, choice, *, steps=6, leaf=True, adam=None, **config):
-    """Losses over all ranks, states, the share fetched ahead in each step, of a mixture on every rank."""
+    """Trains a mixture on every rank. Returns losses over all ranks, weights, and the share fetched ahead in each step."""
     torch.manual_seed(0)
     model = Mixture(leaf=leaf, **options)
     engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, **config}))
@@ -390,7 +390,7 @@ def share_ahead(before, after):
 
 
 def plain_mixture(options, choice, world, steps=6):
-    """Plain PyTorch, every rank's share in turn; nothing checkpointed, as that refuses a block that computes nothing."""
+    """Plain PyTorch, with the rows of one rank after the other. No checkpoints: they refuse a block that computes nothing."""
     torch.manual_seed(0)
     model = Mixture(leaf=False, **{**options, "checkpoint": None})
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -441,8 +441,8 @@ MIXED = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind, choice, update", MIXED)
-def test_ranks_that_choose_other_experts_of_a_leaf_train_as_one_process(kind, choice, update, two_ranks, tmp_path):
-    device_memory = (128 if kind == "root" else 64) * LAYER_NBYTES  # its gradients are all those of one op
+def test_ranks_may_choose_different_experts_of_a_leaf(kind, choice, update, two_ranks, tmp_path):
+    device_memory = (128 if kind == "root" else 64) * LAYER_NBYTES  # all gradients of the root leaf belong to one op
     found = two_ranks.run(mixture, tmp_path, MIXTURES[kind], choice, update=update, device_memory=device_memory)
     losses, weights = plain_mixture(MIXTURES[kind], choice, 2)
     for got, states, ahead in found:
@@ -455,7 +455,7 @@ def test_ranks_that_choose_other_experts_of_a_leaf_train_as_one_process(kind, ch
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if i % 3 else ()) for i, kind in enumerate(MIXTURES)])
 def test_a_leaf_on_one_rank_changes_no_bit(kind, tmp_path):
-    choice = CHOICES["reentrant" not in kind]  # a reentrant checkpoint in which nothing is computed is refused by PyTorch
+    choice = CHOICES["reentrant" not in kind]  # PyTorch refuses a reentrant checkpoint that computes nothing
 
     def run(model, step, micro):
         return model(batch(step, micro), chosen(step, 1, choice))
@@ -481,7 +481,7 @@ def test_a_leaf_after_the_start_is_refused(tmp_path):
 
 
 def changing(folder, order, *, steps=8, repeat=1, **config):
-    """Losses over all ranks, states, num_plans, the most bytes on the device from the fourth step on."""
+    """Returns losses over all ranks, weights, the number of plans, and the peak of device bytes from the fourth step on."""
     torch.manual_seed(0)
     model = Layers()
     engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, "device_memory": 12 * LAYER_NBYTES, **config}))
@@ -523,14 +523,14 @@ def plain_changing(order, steps=8, repeat=1):
         for update in ("backward", "deferred")
     ],
 )
-def test_two_ranks_that_change_alike_train_as_one_process_in_bounded_memory(order, update, two_ranks, tmp_path):
+def test_two_ranks_in_equal_changing_orders_train_in_bounded_memory(order, update, two_ranks, tmp_path):
     found = two_ranks.run(changing, tmp_path, ORDERS[order], update=update)
     for losses, states, num_plans, peak_nbytes in found:
         assert losses == pytest.approx(plain_changing(ORDERS[order]), rel=1e-5)
         assert all(torch.equal(states[name], found[0][1][name]) for name in states)
         num_orders = len({tuple(ORDERS[order](step)) for step in range(8)})
-        assert num_orders <= num_plans <= num_orders + 2 * (order == "loop")  # more is known at its second time
-        # What the spans may hold, and of the layer whose gradients are next: they, its chunk's buffer, the one under way.
+        assert num_orders <= num_plans <= num_orders + 2 * (order == "loop")  # the second step in an order may show more gradients
+        # The spans, and for the next layer's gradients: the gradients, the buffer of their chunk, and the reduction under way.
         assert peak_nbytes <= 12 * LAYER_NBYTES
 
 
@@ -547,7 +547,7 @@ SEVERAL = {"layers": Layers, "one op of many": lambda: infinity.leaf(Layers()), 
 
 
 def peak_at_least(folder, kind, **config):
-    """The least device memory that a refusal names, and the peaks of steps with it."""
+    """The least device memory that the refusal names, and the peaks of steps in this memory."""
     config = {**ON_RANKS, **config, "chunk_mib": 1 / 256}
     with pytest.raises(infinity.BudgetError) as refused:
         model = SEVERAL[kind]()
@@ -574,7 +574,7 @@ def test_peaks_of_two_ranks_stay_within_the_least_device_memory(kind, update, tw
 
 
 def accumulating(folder, orders, **config):
-    """States after steps of two micro-batches: forward and backward by turns (p), or all forward passes first (f)."""
+    """Weights after steps of two micro-batches. "p": forward and backward passes in turn. "f": all forward passes first."""
     torch.manual_seed(0)
     model = Layers()
     engine = infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, **config}))
@@ -604,7 +604,7 @@ def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, 
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_gradients_of_layers_that_run_twice_do_not_stay_on_the_device(update, two_ranks, tmp_path):
+def test_gradients_of_layers_that_run_twice_leave_the_device(update, two_ranks, tmp_path):
     for losses, _, num_plans, peak_nbytes in two_ranks.run(changing, tmp_path, _unchanged, repeat=2, update=update):
         assert losses == pytest.approx(plain_changing(_unchanged, repeat=2), rel=1e-5)
         assert num_plans == 2
@@ -615,14 +615,14 @@ def _unchanged(step):
     return UP
 
 
-# ---- ranks that part ----
+# ---- ranks that diverge ----
 
 SKIPS = [0, 1, 2, 4, 5, 6, 7]
 
 
 def parting(folder, what, when, update):
-    """Rank 1 does something else in step `when`."""
-    infinity.system.failure_watch.WATCH_S = 0.1  # looks five times as often: the waits are counted in looks
+    """Rank 1 does something different in step `when`."""
+    infinity.system.failure_watch.WATCH_S = 0.1  # five times as many polls: waits are counted in polls
     odd_rank = dist.get_rank() == 1
     torch.manual_seed(0)
     model = Mixture(leaf=False) if what == "experts" else Layers()
@@ -672,8 +672,8 @@ DEFAULT_PARTINGS = {("skips", 0), ("experts", 3), ("shorter backward", 0), ("ext
         for update in ("backward", "deferred")
     ],
 )
-def test_ranks_that_part_end_soon_in_errors_that_name_what_to_do(what, when, update, tmp_path):
-    world = World(2, tmp_path)  # of its own: its groups are lost
+def test_ranks_that_diverge_end_within_10_s_in_errors_that_name_a_remedy(what, when, update, tmp_path):
+    world = World(2, tmp_path)  # not the shared one: the groups of this world are lost
     try:
         start = time.monotonic()
         answers = world.attempt(parting, tmp_path, what, when, update)
@@ -683,7 +683,7 @@ def test_ranks_that_part_end_soon_in_errors_that_name_what_to_do(what, when, upd
         for good, answer in answers:
             assert not good
             assert answer.startswith(("UsageError", "PeerError")), answer
-            if what == "backward twice" or (what == "state_dict before step" and update == "backward"):  # a mistake on any rank
+            if what == "backward twice" or (what == "state_dict before step" and update == "backward"):  # an error even on one rank
                 continue
             assert "infinity.leaf" in answer and "the same modules in the same order" in answer, answer
             assert re.search(r"\((layers|first|last|blocks)\S*\)|numbers|parted in this backward pass", answer), answer
@@ -693,11 +693,11 @@ def test_ranks_that_part_end_soon_in_errors_that_name_what_to_do(what, when, upd
 
 # ---- ranks that are slow ----
 
-SLOW_S = 5  # longer than the looks that it takes to call ranks parted
+SLOW_S = 5  # longer than the polls after which ranks count as diverged
 
 
 def slow(folder, where, update):
-    """Rank 1, or what is named, is slow once. It is slowness itself that is tried here, hence the sleeps."""
+    """Rank 1 sleeps once for SLOW_S, at `where`. In one case each rank sleeps in a lane. Slowness itself is tested, hence the sleeps."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Layers()
@@ -722,7 +722,7 @@ def slow(folder, where, update):
                     lane = {lane.name: lane for lane in engine._lanes()}[where]
                     lane.on_job = pause
             model(share(batch(step)), UP).backward()
-            if step == 2 and where == "copy here, update there":  # both ranks wait, for what each of them does alone
+            if step == 2 and where == "copy here, update there":  # both ranks wait, each for its own slow job
                 _one_slow_job(engine.weights.lanes.cg if rank == 0 else engine.updater.lane, 0 if rank == 0 else 3)
             optimizer.step()
             optimizer.zero_grad()
@@ -748,13 +748,13 @@ SLOW = ["module", "before the step", "copy here, update there", "backward", "cg"
 @pytest.mark.long
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("where", SLOW)
-def test_a_slow_rank_is_not_taken_for_one_that_parted(where, update, two_ranks, tmp_path):
+def test_a_slow_rank_does_not_count_as_diverged(where, update, two_ranks, tmp_path):
     states = two_ranks.run(slow, tmp_path, where, update)
     expected = two_ranks.run(slow, tmp_path, "nowhere", update)
     assert all(torch.equal(states[rank][name], expected[0][name]) for rank in range(2) for name in expected[0])
 
 
-def test_three_ranks_of_which_one_computes_long_are_not_parted(tmp_path):
+def test_three_ranks_with_one_slow_rank_do_not_count_as_diverged(tmp_path):
     world = World(3, tmp_path)
     try:
         states = world.run(slow_of_three, tmp_path)
@@ -771,7 +771,7 @@ def slow_of_three(folder):
 
     def pause(*_):
         if dist.get_rank() == 2 and len(pauses) < 1:
-            pauses.append(time.sleep(2.0))  # twenty looks; six are enough to call ranks parted
+            pauses.append(time.sleep(2.0))  # twenty polls, of which six are enough to call ranks diverged
 
     model.layers[3].register_full_backward_hook(pause)
     with infinity.offload(model, infinity.Config(swap_dirs=folder, **{**ON_RANKS, "device_memory": 24 * LAYER_NBYTES})) as engine:
@@ -783,11 +783,11 @@ def slow_of_three(folder):
         return engine.read_state(model.layers[0].weight)["weight"]
 
 
-# ---- what a rank says of where it waits ----
+# ---- the collective that a rank reports ----
 
 
 class Said:
-    """A store of a dictionary."""
+    """A store that is a dictionary."""
 
     def __init__(self):
         self.texts = {}
@@ -803,7 +803,7 @@ class Said:
 
 
 class Waiting:
-    """A rank of two, as the board sees it: its own place, and what all say."""
+    """One rank of two, as seen by the rank's board: the place of the rank, and the messages of all ranks."""
 
     def __init__(self, rank, store):
         self.text = ""
@@ -817,7 +817,7 @@ class Waiting:
 
 
 def looks(texts):
-    """What two boards find: `texts` are pairs, where each rank is at each look."""
+    """The results of two boards. `texts` are pairs: where each rank is at each poll."""
     store = Said()
     pair = [Waiting(rank, store) for rank in range(2)]
     found = []
@@ -828,21 +828,21 @@ def looks(texts):
     return found
 
 
-def test_ranks_are_parted_only_when_all_wait_and_in_different_collectives():
+def test_ranks_count_as_diverged_if_all_wait_in_different_collectives():
     assert not any(looks([("a", "a")] * 20))
     assert not any(looks([("a", "")] * 20))
     assert not any(looks([("a", "b")] * 4))
     assert any(looks([("a", "b")] * 6))
-    assert not any(looks([("a", "b"), ("a", "b"), ("a", "c")] * 10))  # one of them goes on
+    assert not any(looks([("a", "b"), ("a", "b"), ("a", "c")] * 10))  # rank 1 makes progress
     assert not any(looks([("a", "b")] * 4 + [("b", "b")] * 20))
 
 
 def ranks_alone():
-    """Ranks of one process, which never communicate."""
+    """The Ranks of a single process, which never communicate."""
     return infinity.system.ranks.Ranks(torch.device("cpu"))
 
 
-def test_a_rank_waits_in_a_collective_only_if_its_training_thread_does():
+def test_a_rank_reports_a_collective_only_if_its_training_thread_waits():
     alone = ranks_alone()
     with alone._place.inside("lane", "a gather"):
         assert alone._place.waits_in() == ""
@@ -851,8 +851,8 @@ def test_a_rank_waits_in_a_collective_only_if_its_training_thread_does():
     assert alone._place.waits_in() == ""
 
 
-def test_a_training_thread_without_a_name_waits_too():
-    """Autograd's threads, which run backward passes on CUDA, are none of Python's."""
+def test_a_training_thread_that_python_did_not_start_is_seen():
+    """Autograd's threads, which run backward passes on CUDA, are not started by Python."""
     import _thread
 
     alone, found, over = ranks_alone(), [], threading.Event()

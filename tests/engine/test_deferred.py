@@ -1,4 +1,4 @@
-"""Deferred updates: none is lost, doubled, or mixed with what a forward pass wrote, however late it runs."""
+"""Deferred updates: a late update is not lost, repeated, or mixed with values that a forward pass wrote."""
 
 import threading
 import time
@@ -46,8 +46,8 @@ def train(model, optimizer, inputs):
         optimizer.zero_grad()
 
 
-def test_what_a_forward_pass_wrote_is_kept_when_the_update_is_announced(tmp_path):
-    """The embedding's span is still on the device at step(): its renormalised rows are adopted, then updated."""
+def test_values_written_in_forward_are_kept_by_a_deferred_update(tmp_path):
+    """The embedding's span is still on the device at step(). The record takes the renormalised rows, which are then updated."""
     inputs = [(torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(i)),) for i in range(5)]
     torch.manual_seed(0)
     plain = Renormalising()
@@ -61,8 +61,8 @@ def test_what_a_forward_pass_wrote_is_kept_when_the_update_is_announced(tmp_path
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
-def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tmp_path, monkeypatch, max_grad_norm):
-    """c's first update is held until the step after it is over, in which c had no gradient."""
+def test_an_update_that_outlasts_the_next_step_runs_exactly_once(tmp_path, monkeypatch, max_grad_norm):
+    """The first update of layer c waits until the next step, in which c has no gradient, is over."""
     flags = (1, 0, 0, 1, 1)
     torch.manual_seed(0)
     model = Conditional()
@@ -89,8 +89,8 @@ def test_an_update_that_outlasts_the_next_step_is_neither_lost_nor_done_twice(tm
             assert {chunk.steps[state.index] for chunk in engine.registry.chunks_of(state)} == {expected}
 
 
-def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
-    """Copies read ahead for the next ops hold the last slots, and nobody will come for them."""
+def test_closing_with_few_slots_finishes_updates_that_have_begun(tmp_path):
+    """Host copies that were prefetched for the next ops hold the last slots. No op will use these copies."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)])
     config = {"update": "deferred", "residency": "none", "param_tier": "nvme", "optimizer_state_tier": "nvme"}
     config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
@@ -105,8 +105,8 @@ def test_closing_with_few_slots_finishes_the_updates_that_were_begun(tmp_path):
         assert not closing.is_alive()
 
 
-def test_gradients_are_dropped_only_once_nobody_sums_their_squares(tmp_path):
-    """Such a sum would read from NVMe what was never written there."""
+def test_gradients_are_dropped_only_after_their_squares_are_summed(tmp_path):
+    """Otherwise the sum would read a gradient from NVMe that was never written."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
     config = {"update": "deferred", "param_tier": "nvme", "optimizer_state_tier": "nvme", "options": {"max_grad_norm": 1.0}}
     config["host_memory"] = helpers.least_host_memory(make, tmp_path, **config)
@@ -129,7 +129,7 @@ class Mean(nn.Module):
 
 
 class Stack(nn.Module):
-    """Ten layers, of which a call may use the first few only."""
+    """Ten layers. A call uses the first `count` of them."""
 
     def __init__(self):
         super().__init__()
@@ -142,8 +142,8 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
-def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path, max_grad_norm):
-    """At the least budget such an update wants the slots of weights that were read ahead for the next ops, which wait for it."""
+def test_updates_of_layers_that_a_pass_skips_block_no_fetch(tmp_path, max_grad_norm):
+    """At the least budget, such an update needs slots that hold prefetched weights of the next ops, and these ops wait for the update."""
     config = {"update": "deferred", "param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 32}
     options = {"max_grad_norm": max_grad_norm}
     inputs = [(torch.ones(4, 128), count) for count in (10, 10, 10, 3, 4, 5, 6, 7, 8, 1, 2, 10, 3, 8, 10)]
@@ -158,8 +158,8 @@ def test_updates_begun_for_layers_that_a_pass_leaves_out_hold_up_nobody(tmp_path
     helpers.assert_same_states(*states)
 
 
-def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
-    """It waits for its gradient, which may wait for a slot: a gradient must leave for NVMe, whatever is ready behind it."""
+def test_a_sum_of_squares_at_the_head_of_its_lane_frees_no_gradient_slot(tmp_path):
+    """The sum waits for its gradient, which may wait for a slot. So a gradient must go to NVMe, even if a job behind the sum is ready."""
     with helpers.training(Stack, tmp_path, update="deferred", param_tier="nvme", optimizer_state_tier="nvme") as (_, engine, _):
         gradients, gate, ready = engine.records.caches[GRADIENTS], threading.Event(), Job.over()
         total = engine.updater.sum_squares(lambda: gate.wait(20))
@@ -173,8 +173,8 @@ def test_a_sum_of_squares_at_the_head_of_the_lane_frees_no_gradient(tmp_path):
             gradients.users.remove(ready)
 
 
-def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp_path):
-    """Gathers and closing wait for the lane, and what is read ahead for sooner ops is used up by the training thread alone."""
+def test_a_copy_at_the_head_of_its_lane_takes_a_prefetched_slot(tmp_path):
+    """Gathers and close() wait for the lane. Only the training thread uses up the weights that were prefetched for earlier ops."""
     config = {"update": "backward", "residency": "none", "param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 32}
     config["host_memory"] = helpers.least_host_memory(Stack, tmp_path, **config)
     with helpers.training(Stack, tmp_path, **config) as (model, engine, optimizer):
@@ -196,8 +196,8 @@ def test_a_copy_at_the_head_of_its_lane_takes_a_slot_from_what_is_read_ahead(tmp
         assert not closing.is_alive()
 
 
-def test_max_grad_norm_may_be_given_to_an_optimizer_whose_updates_begin_in_backward(tmp_path):
-    """From the next backward pass on these wait for the norm."""
+def test_max_grad_norm_may_be_set_while_updates_begin_in_backward(tmp_path):
+    """From the next backward pass on, updates wait for the norm."""
 
     def run(update):
         norms = []
@@ -216,7 +216,7 @@ def test_max_grad_norm_may_be_given_to_an_optimizer_whose_updates_begin_in_backw
     assert_same_states(states, expected_states)
 
 
-def test_it_is_too_late_for_one_that_has_begun_to_update(tmp_path):
+def test_max_grad_norm_is_refused_after_updates_have_begun(tmp_path):
     with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         for step in range(2):
             loss_of(model(inputs(model, step))).backward()

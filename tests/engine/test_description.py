@@ -1,4 +1,4 @@
-"""The start block and `infinity.describe`: when it is printed, and that its numbers are those of the engine."""
+"""The start block and `infinity.describe`: when the block is printed, and numbers that agree with the engine."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ STEP_LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_w
 
 
 def build(folder, **options):
-    """A GPT of 230,000 parameters and its optimizer. options: of Config, and of the optimizer."""
+    """A GPT of 230,000 parameters and its optimizer. options: of Config and of the optimizer."""
     own = {name: options.pop(name) for name in ("max_grad_norm", "accumulation_steps") if name in options}
     torch.manual_seed(0)
     with infinity.init(infinity.Config(swap_dirs=folder, device="cpu", chunk_mib=1 / 16, **options)):
@@ -29,7 +29,7 @@ def build(folder, **options):
 
 
 def moved(model, optimizer, num_steps):
-    """Bytes by link of each step, in the mean of the last ones."""
+    """Mean bytes per step of each link, over the last num_steps steps."""
     found, tokens = [], torch.randint(256, (2, 16))
     for _ in range(num_steps + 3):
         for _ in range(optimizer.accumulation_steps):
@@ -52,7 +52,7 @@ def moved(model, optimizer, num_steps):
     ],
     ids=["nvme", "nvme fp32", "passes", "host", "weights on the device", "device"],
 )
-def test_bytes_a_step_are_about_those_that_a_step_moves(options, tmp_path):
+def test_described_bytes_per_step_are_near_the_measured_bytes(options, tmp_path):
     model, optimizer = build(tmp_path, **options)
     with infinity.engine_of(model):
         expected = infinity.describe(model).step_nbytes
@@ -65,12 +65,12 @@ def test_bytes_a_step_are_about_those_that_a_step_moves(options, tmp_path):
 
 
 @pytest.mark.long
-def test_two_ranks_expect_what_they_gather_and_reduce(tmp_path):
+def test_described_bytes_of_two_ranks_are_near_the_measured_bytes(tmp_path):
     world = World(2, tmp_path)
     results = world.run(_of_two_ranks, tmp_path)
     world.close()
     for description, found in results:
-        assert description.num_ranks == 2 and "2 ranks, bytes are of one" in str(description)
+        assert description.num_ranks == 2 and "2 ranks, bytes are per rank" in str(description)
         for link in ("all_gather", "reduce_scatter", "h2d", "d2h"):
             assert description.step_nbytes[link] == pytest.approx(found[link], rel=0.06), link
 
@@ -81,7 +81,7 @@ def _of_two_ranks(folder):
         return infinity.describe(model), moved(model, optimizer, 16)
 
 
-def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
+def test_described_tiers_agree_with_the_placement_and_the_budgets(tmp_path):
     model, _ = build(tmp_path, host_memory="2MiB", device_memory="512KiB", compression="off")
     with infinity.engine_of(model) as engine:
         found, stats = infinity.describe(model), engine.stats()
@@ -95,7 +95,7 @@ def test_tiers_hold_what_the_placement_says_and_what_is_left(tmp_path):
             found.dtype = "fp32"
 
 
-def test_seconds_and_bottleneck_come_from_the_drives_if_these_were_measured(tmp_path, monkeypatch):
+def test_seconds_and_bottleneck_follow_from_measured_drives(tmp_path, monkeypatch):
     model, _ = build(tmp_path, param_tier="nvme", optimizer_state_tier="nvme", residency="none", compression="off")
     with infinity.engine_of(model) as engine:
         found = infinity.describe(model)
@@ -106,7 +106,7 @@ def test_seconds_and_bottleneck_come_from_the_drives_if_these_were_measured(tmp_
         assert found.bottleneck == "nvme_read" and "bottleneck: nvme_read; at least" in str(found)
 
 
-def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):
+def test_the_start_block_has_at_most_12_lines_of_100_columns(tmp_path):
     model, _ = build(tmp_path, host_memory="3MiB", device_memory="512KiB", tile_above="16KiB", max_grad_norm=1.0)
     with infinity.engine_of(model):
         found = infinity.describe(model)
@@ -119,7 +119,7 @@ def test_the_block_has_at_most_12_lines_of_100_columns(tmp_path):
             assert len(lines) <= 12 and max(map(len, lines)) <= 100
 
 
-def test_layers_in_tiles_are_named_with_how_to_keep_them_whole(tmp_path):
+def test_tiled_layers_are_named_with_the_option_that_prevents_tiles(tmp_path):
     for above, expected in ("16KiB", True), (None, False):
         model, _ = build(tmp_path, device_memory="512KiB", tile_above=above)
         with infinity.engine_of(model):
@@ -129,7 +129,7 @@ def test_layers_in_tiles_are_named_with_how_to_keep_them_whole(tmp_path):
                 assert len(model.get_submodule(name).tiles) == num > 1
 
 
-def test_a_logger_of_its_own_gets_the_block_once_on_rank_0(tmp_path, caplog):
+def test_the_logger_infinity_start_gets_the_block_once(tmp_path, caplog):
     model, _ = build(tmp_path)
     with infinity.engine_of(model):
         model(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64)).backward()
@@ -137,15 +137,15 @@ def test_a_logger_of_its_own_gets_the_block_once_on_rank_0(tmp_path, caplog):
         assert record.levelno == logging.INFO and record.getMessage() == str(infinity.describe(model))
 
 
-def test_verbose_false_ends_the_block(tmp_path, caplog):
+def test_verbose_false_prints_no_start_block(tmp_path, caplog):
     model, _ = build(tmp_path, verbose=False)
     with infinity.engine_of(model):
         assert not caplog.records and infinity.describe(model).model == "GPT"
 
 
-def test_the_block_goes_to_stderr_only_if_no_handler_would_get_it(tmp_path, capsys, caplog, monkeypatch):
+def test_the_block_goes_to_stderr_only_if_no_handler_gets_the_record(tmp_path, capsys, caplog, monkeypatch):
     logger = logging.getLogger("infinity.start")
-    monkeypatch.setattr(logger, "propagate", False)  # as in a program that has configured no logging
+    monkeypatch.setattr(logger, "propagate", False)  # the state of a program that has not configured logging
     for number, expected in enumerate(("infinity: Linear, 72 parameters (all trainable), on cpu", "", "")):
         if number == 1:
             logger.addHandler(caplog.handler)
@@ -160,7 +160,7 @@ def test_the_block_goes_to_stderr_only_if_no_handler_would_get_it(tmp_path, caps
             assert len(caplog.records) == (number >= 1)
 
 
-def test_standard_error_that_cannot_be_written_ends_no_program(tmp_path, monkeypatch):
+def test_a_stderr_that_cannot_be_written_does_not_end_the_program(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.getLogger("infinity.start"), "propagate", False)
     closed = io.StringIO()
     closed.close()
@@ -188,7 +188,7 @@ def test_a_model_whose_engine_has_not_started_or_is_closed_is_refused(tmp_path):
         infinity.describe(model)
 
 
-def test_the_count_of_a_large_model_is_made_of_few_groups():
+def test_the_bytes_of_a_large_model_are_counted_in_few_groups():
     for num in (1, MOST_GROUPS, MOST_GROUPS + 1, 10_000):
         groups = _groups(range(num))
         assert len(groups) <= MOST_GROUPS and [span for group in groups for span in group] == list(range(num))

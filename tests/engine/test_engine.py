@@ -1,6 +1,6 @@
-"""The engine as a whole: the numbers of plain PyTorch, from whatever tier, at whatever budget.
+"""The engine as a whole: the numbers of plain PyTorch, in every tier and at every budget.
 
-Long because one small model and its reference serve every question about a step.
+Long because all tests of a step share one small model and its reference.
 """
 
 import itertools
@@ -55,7 +55,7 @@ MODELS = {
     "tied": lambda: tiny_gpt(tie=True),
 }
 
-# Parity
+# Equality with plain PyTorch
 
 
 @pytest.mark.few(2)
@@ -97,7 +97,7 @@ def test_coupled_weight_decay_has_the_bits_of_the_reference(dtype, tmp_path):
 
 # Placement (RELIABILITY 13 and 20)
 
-TRAININGS = {  # what changes the mathematics
+TRAININGS = {  # options that change the mathematics
     "plain": {},
     "clip": {"max_grad_norm": 0.5},
     "accumulate": {"accumulation_steps": 3},
@@ -119,7 +119,7 @@ def expected(tmp_path_factory):
 
 
 def run(options, directory, num_steps=20, **config):
-    """States and losses of some steps; budgets and their peaks are checked on the way."""
+    """Losses, the last norm and states of some steps. Asserts that peaks stay within the budgets."""
     make = MODELS["plain"]
     with training(make, directory, options=options, **config) as (model, engine, optimizer):
         losses = [gpt_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(num_steps)]
@@ -134,7 +134,7 @@ def run(options, directory, num_steps=20, **config):
 
 
 def cases():
-    """(training, dtype, weights, states, residency, update, chunk_mib, budget)."""
+    """Yields (training, dtype, weights, states, residency, update, chunk_mib, budget)."""
     for name, dtype, tiers, residency, update, chunk_mib, budget in itertools.product(
         TRAININGS,
         ("bf16", "fp32"),
@@ -180,7 +180,7 @@ def test_placement_never_changes_a_bit_in_all_mixes(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
 
 
-def test_records_in_regions_of_their_own_have_the_same_bits(tmp_path, expected, monkeypatch):
+def test_records_in_separate_regions_have_the_same_bits(tmp_path, expected, monkeypatch):
     monkeypatch.setattr(build, "REGION_NBYTES", 1)
     check_placement(("accumulate", "bf16", "host", "host", "auto", "deferred", 1 / 64, "ample"), tmp_path, expected)
 
@@ -199,7 +199,7 @@ def test_peaks_stay_within_budgets(divisor, update, tmp_path):
 
 
 def test_accumulation_sums_in_fp32(tmp_path):
-    """Three micro-batches in bf16 have the bits of gradients summed in fp32 and rounded nowhere."""
+    """Three micro-batches in bf16 have the bits of gradients that are summed in fp32 and never rounded."""
     options = {"accumulation_steps": 3}
     reference_model, reference = plain(tiny_gpt, dtype="bf16")
     with training(tiny_gpt, tmp_path, dtype="bf16", options=options, **NVME) as (model, engine, optimizer):
@@ -229,8 +229,8 @@ def two_groups(model):
 
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_groups_that_cut_through_chunks_and_a_scheduler(update, chunk_mib, tmp_path):
-    """Biases and matrices alternate in every chunk; the learning rate changes after every step."""
+def test_groups_inside_chunks_and_a_scheduler_have_the_reference_bits(update, chunk_mib, tmp_path):
+    """Biases and matrices alternate in every chunk. The learning rate changes after every step."""
     reference_model, reference = plain(tiny_gpt, groups=two_groups)
     config = NVME | {"groups": two_groups, "update": update, "chunk_mib": chunk_mib}
     with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
@@ -246,7 +246,7 @@ def test_groups_that_cut_through_chunks_and_a_scheduler(update, chunk_mib, tmp_p
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_frozen_parameters_and_parameters_of_no_group_keep_their_values(update, tmp_path):
+def test_parameters_that_are_frozen_or_in_no_group_keep_their_values(update, tmp_path):
     def make():
         model = tiny_gpt()
         model.token.requires_grad_(False)
@@ -278,7 +278,7 @@ def assert_equals_reference_weights(engine, model, reference_model):
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_a_parameter_without_a_gradient_is_skipped(update, tmp_path):
-    """As torch.optim does: no decay, no decay of the moments, and its step count stays."""
+    """As in torch.optim: no weight decay, no decay of the moments, and an unchanged step count."""
     options = {"weight_decay": 0.5}
     torch.manual_seed(0)
     torch_model = TRAITS["unused"]()
@@ -300,8 +300,8 @@ def test_a_parameter_without_a_gradient_is_skipped(update, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_clipping_uses_torchs_norm(dtype, tmp_path):
-    """To 1e-6, and the update has the bits of the reference that clips by this very number."""
+def test_clipping_uses_the_norm_of_torch(dtype, tmp_path):
+    """The norm is equal to a relative error of 1e-6. The update has the bits of the reference that clips by the engine's norm."""
     reference_model, reference = plain(tiny_gpt, dtype=dtype)
     with training(tiny_gpt, tmp_path, dtype=dtype, options={"max_grad_norm": 0.25}, **NVME) as (model, engine, optimizer):
         for step in range(10):
@@ -332,7 +332,7 @@ def test_step_without_backward_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_two_backward_passes_where_one_was_declared_are_refused(update, tmp_path):
+def test_a_second_backward_pass_that_was_not_declared_is_refused(update, tmp_path):
     with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
         loss_of(model(inputs(model, 0))).backward()
         loss = loss_of(model(inputs(model, 1))) if update == "deferred" else None
@@ -342,8 +342,8 @@ def test_two_backward_passes_where_one_was_declared_are_refused(update, tmp_path
         optimizer.step()
 
 
-def test_hyper_parameters_changed_between_backward_and_step(tmp_path):
-    """Refused once updates have begun; deferred, the new ones count."""
+def test_hyper_parameters_may_change_before_step_only_if_deferred(tmp_path):
+    """A change is refused if updates have begun. Deferred updates use the new values."""
     with training(mlp, tmp_path / "backward", update="backward", **NVME) as (model, engine, optimizer):
         loss_of(model(inputs(model, 0))).backward()
         optimizer.param_groups[0]["lr"] = 0.5
@@ -357,19 +357,19 @@ def test_hyper_parameters_changed_between_backward_and_step(tmp_path):
             loss_of(m(inputs(m, 0))).backward()
             o.param_groups[0]["lr"] = 0.5
             o.step()
-            o.param_groups[0]["lr"] = 0.25  # of the next step, however late the update is
+            o.param_groups[0]["lr"] = 0.25  # a value of the next step, which a late update does not use
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_zero_grad_drops_what_no_step_used_and_nothing_else(tmp_path):
+def test_zero_grad_drops_only_gradients_that_no_step_has_used(tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         for m, o in ((reference_model, reference), (model, optimizer)):
             loss_of(m(inputs(m, 0))).backward()
-            o.zero_grad()  # gone
+            o.zero_grad()  # drops the gradients
             loss_of(m(inputs(m, 1))).backward()
             o.step()
-            o.zero_grad()  # pending, and stays
+            o.zero_grad()  # the update of these gradients is pending and stays
             o.zero_grad()
             loss_of(m(inputs(m, 2))).backward()
             o.step()
@@ -382,7 +382,7 @@ def test_zero_grad_drops_what_no_step_used_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_gradients_leave_nothing_on_the_parameters_but_a_sign(update, tmp_path):
+def test_after_backward_param_grad_is_only_a_placeholder(update, tmp_path):
     with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
         loss_of(model(inputs(model, 0))).backward()
         assert all(type(p.grad) is DepartedGradient and not any(p.grad.stride()) for p in model.parameters())
@@ -396,8 +396,8 @@ def test_gradients_leave_nothing_on_the_parameters_but_a_sign(update, tmp_path):
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_gathered_reads_and_writes(dtype, update, tmp_path):
-    """Also while updates are pending. A changed element's master is its new weight; the others keep their residuals."""
+def test_gathered_values_may_be_read_and_written(dtype, update, tmp_path):
+    """Also while updates are pending. The master of a changed element is its new weight. The other elements keep their residuals."""
     reference_model, reference = plain(tiny_gpt, dtype=dtype)
     with training(tiny_gpt, tmp_path, dtype=dtype, update=update, **NVME) as (model, engine, optimizer):
         gpt_step(model, optimizer, 0)
@@ -418,7 +418,7 @@ def test_gathered_reads_and_writes(dtype, update, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_gathered_leaves_what_it_only_read(tmp_path):
+def test_gathered_writes_nothing_if_values_are_only_read(tmp_path):
     with training(tiny_gpt, tmp_path, dtype="bf16", **NVME) as (model, engine, optimizer):
         gpt_step(model, optimizer, 0)
         before = states_of(engine, model)
@@ -430,7 +430,7 @@ def test_gathered_leaves_what_it_only_read(tmp_path):
         assert_same_states(states_of(engine, model), before)
 
 
-def test_gathered_around_the_end_of_its_engine_is_refused(tmp_path):
+def test_closing_the_engine_inside_gathered_is_refused(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     engine = infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", host_memory="64MiB"))
@@ -450,7 +450,7 @@ def test_gathered_values_are_kept_when_the_block_raises(tmp_path):
 # Budgets
 
 
-def test_a_budget_below_the_minimum_leaves_nothing_behind(tmp_path):
+def test_a_budget_below_the_minimum_leaves_no_file(tmp_path):
     with pytest.raises(BudgetError, match="host_memory=.* is too small: this model needs"):
         with training(mlp, tmp_path, host_memory=4096, **NVME):
             pass
@@ -460,8 +460,8 @@ def test_a_budget_below_the_minimum_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gradients_that_are_all_complete_late_pass_through_two_slots(tmp_path):
-    """A chain of shared layers gives every chunk its last gradient late: they wait on NVMe."""
+def test_gradients_that_complete_late_pass_through_two_slots(tmp_path):
+    """A chain of shared layers completes every chunk's gradient late. The gradients wait on NVMe."""
 
     def make():
         def build(self):
@@ -488,7 +488,7 @@ def test_gradients_that_are_all_complete_late_pass_through_two_slots(tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-# Traffic, by the engine's counter and by the kernel's
+# Bytes moved, by the counters of the engine and of the kernel
 
 
 def kernel_bytes():
@@ -497,10 +497,10 @@ def kernel_bytes():
 
 
 def traffic(make, directory, num_steps=4, **config):
-    """NVMe bytes a parameter and step, (read, written), of a steady state, the engine's counters and the kernel's agreeing.
+    """NVMe bytes read and written per parameter and step in a steady state, and pinned bytes per parameter.
 
-    Backward waits for updates and their writes: behind a drive that others keep busy these fall back, and weights that leave meanwhile are
-    read again, or updates are put off to steps that are not counted."""
+    Asserts that the counters of the engine and of the kernel agree. Backward waits for updates and their writes. Otherwise updates would
+    fall behind on a busy drive. Then weights that leave early are read again, or updates are put off to steps that are not counted."""
     with training(make, directory, dtype="bf16", chunk_mib=1 / 8, **NVME | config) as (model, engine, optimizer):
         assert len(engine.registry.chunks) >= 80
 
@@ -518,7 +518,7 @@ def traffic(make, directory, num_steps=4, **config):
                 optimizer.zero_grad()
 
         def look():
-            with engine.records.lock:  # no read begins
+            with engine.records.lock:  # under the lock no read begins
                 stats = engine.stats()
                 return [stats["nvme_read_nbytes"], stats["nvme_write_nbytes"], *kernel_bytes()]
 
@@ -528,7 +528,7 @@ def traffic(make, directory, num_steps=4, **config):
                     chunk.update.job.wait()
             engine.records.flush()
             last, found = None, look()
-            while found != last:  # the kernel counts what is begun, the engine what is over
+            while found != last:  # the kernel counts requests that have begun, the engine those that have ended
                 engine.records._settler.drain()
                 last, found = found, look()
             return found
@@ -552,13 +552,13 @@ def traffic_gpt():
 
 @pytest.mark.parametrize("update", ["backward", pytest.param("deferred", marks=pytest.mark.long)])
 @pytest.mark.parametrize("compression, expected", [("off", 12.0), ("auto", 4 + 8 / 3)])
-def test_a_step_moves_26_bytes_a_parameter_and_a_fifth_less_with_late_moments(update, compression, expected, tmp_path):
+def test_a_step_moves_26_bytes_a_parameter_or_about_21_with_late_moments(update, compression, expected, tmp_path):
     read, written, _ = traffic(traffic_gpt, tmp_path, update=update, compression=compression)
-    assert 13 < read < 14.0 * 1.03  # fewer: of the weights that forward has, backward begins with some
+    assert 13 < read < 14.0 * 1.03  # less than 14: some weights of forward are still there in backward
     assert written == pytest.approx(expected, rel=0.03)
 
 
-def test_gradients_that_do_not_fit_into_host_memory_cost_4_bytes_more(tmp_path):
+def test_gradients_without_room_in_host_memory_cost_4_bytes_more(tmp_path):
     num_parameters = sum(p.numel() for p in traffic_gpt().parameters())
     read, written, arena = traffic(traffic_gpt, tmp_path, update="deferred", host_memory=int(1.9 * num_parameters))
     assert arena < 2
@@ -566,12 +566,12 @@ def test_gradients_that_do_not_fit_into_host_memory_cost_4_bytes_more(tmp_path):
     assert written == pytest.approx(14.0, rel=0.03)
 
 
-# Stages
+# Prefetch and order of updates
 
 
 @pytest.mark.parametrize("delayed", [None, "read", "copy", "update", "all"])
-def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
-    """From the second step: before op i ends, the copy of i+2 and the read of i+3 are asked for; the bits are right."""
+def test_copies_and_reads_run_ahead_of_the_ops(delayed, tmp_path):
+    """From the second step on, the copy of i+2 and the read of i+3 are requested before op i ends. The bits are right."""
     make = lambda: mlp(12)
     reference_model, reference = plain(make)
     with training(make, tmp_path, update="deferred", trace=True, **NVME) as (model, engine, optimizer):
@@ -614,8 +614,8 @@ def test_stages_run_ahead_of_the_ops(delayed, tmp_path):
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
-    """Where updates do not begin before the backward pass is over, they follow the next forward pass; the bits are right."""
+def test_updates_run_in_the_order_of_the_next_forward_pass(tier, tmp_path):
+    """Updates that begin after the backward pass run in the order in which the next forward pass needs them. The bits are right."""
     make = lambda: mlp(12)
     reference_model, reference = plain(make)
     with training(make, tmp_path, update="backward", trace=True, param_tier=tier, optimizer_state_tier=tier) as (model, engine, optimizer):
@@ -623,7 +623,7 @@ def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
 
         def opening(chunk):
             hurry(chunk)
-            if chunk.index == 2:  # the first op of the next forward pass is about to wait
+            if chunk.index == 2:  # the first op of the next forward pass is going to wait
                 engine.gradients.drain()
                 gate.set()
 
@@ -635,7 +635,7 @@ def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
             reference.step()
             reference.zero_grad()
             loss = loss_of(model(inputs(model, 0)))
-            if tier == "host":  # elsewhere, updates must free slots for those that follow
+            if tier == "host":  # on NVMe, updates must free slots for later updates
                 gate.clear()
             loss.backward()
             assert_same_bits(loss.detach(), plain_loss.detach(), f"loss of step {step}")
@@ -650,11 +650,11 @@ def test_updates_that_the_next_forward_waits_for_first_go_first(tier, tmp_path):
         updated = order[step * num : (step + 1) * num]
         assert sorted(updated) == list(range(num))
         if tier == "host":
-            assert updated[:3] == [0, 1, 2]  # in the order of gradients they would be the last
+            assert updated[:3] == [0, 1, 2]  # their gradients are complete last
 
 
 def noted_forward(model, x, log):
-    """Notes when the forward of each layer ends, and its backward: when the gradient of the layer before is known."""
+    """Logs the end of each layer's forward. The backward of a layer ends when the gradient of the layer before is known."""
 
     def note(i, output):
         log.append(("end", i))
@@ -672,7 +672,7 @@ def noted_forward(model, x, log):
 
 
 def check_ahead(log, home, engine, model):
-    """Of the spans in their order of use: k+1 and k+2 are being copied and k+3 is asked for when the ops of span k end."""
+    """In order of use: before the ops of span k end, the copies of spans k+1 and k+2 and the read of k+3 are requested."""
     span_of = [engine.registry.span_of(engine.registry.find(layer.weight)).index for layer in model.layers]
     order = list(dict.fromkeys(span_of))
     assert len(order) >= 6
@@ -703,7 +703,7 @@ def test_closing_gives_device_memory_back(place, tmp_path):
         loss.backward()
 
 
-def test_a_model_of_an_engine_that_never_started_is_what_it_was_once_that_is_closed(tmp_path):
+def test_closing_an_engine_that_never_started_restores_the_model(tmp_path):
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
     model, batch = tiny_gpt(), tokens(0)[0]
     expected, values = model(batch), {name: value.clone() for name, value in model.state_dict().items()}
@@ -720,7 +720,7 @@ def test_a_model_of_an_engine_that_never_started_is_what_it_was_once_that_is_clo
         gpt_step(model, infinity.AdamW(model.parameters()), 0)
 
 
-def test_what_was_sent_away_under_construction_is_refused_once_an_engine_that_never_started_is_closed(tmp_path):
+def test_parameters_away_at_close_of_an_unstarted_engine_are_refused(tmp_path):
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")
     with infinity.init(config, window=0):
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
@@ -740,7 +740,7 @@ def assert_same_bits_by_name(found, expected):
 
 @pytest.mark.parametrize("layers", [2, 8])
 @pytest.mark.parametrize("queued", [True, False])
-def test_an_interrupt_while_a_gradient_is_handed_over_spoils_no_later_one(tmp_path, monkeypatch, queued, layers):
+def test_an_interrupt_while_a_gradient_leaves_spoils_no_later_gradient(tmp_path, monkeypatch, queued, layers):
     def run(interrupted):
         def make():
             return nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
@@ -770,7 +770,7 @@ def test_an_interrupt_while_a_gradient_is_handed_over_spoils_no_later_one(tmp_pa
     assert_same_states(run(True), run(False))
 
 
-def test_zero_grad_after_close_and_work_for_a_closed_lane_end(tmp_path):
+def test_after_close_zero_grad_returns_and_lanes_refuse_work(tmp_path):
     with training(tiny_gpt, tmp_path) as (model, engine, optimizer):
         model(*tokens(0)).backward()
     optimizer.zero_grad()
@@ -801,7 +801,7 @@ def test_weights_of_two_steps_are_never_shown(what, tmp_path):
 
 
 def test_a_second_optimizer_replaces_one_that_has_trained_nothing(tmp_path):
-    """As where the optimizer's cell of a notebook is run again."""
+    """A notebook cell that runs again makes a second optimizer."""
     plain_model, plain_optimizer = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Promises of RELIABILITY.md that only whole training runs can show: any one fault, a full disk, too little memory.
+"""Promises of RELIABILITY.md that need whole training runs: any single fault, a full disk, little memory.
 
-A run ends in the bytes of an undisturbed one, or in one SwapError that says what failed, where and what to do; then nothing
-is left. Budgets that are accepted are enough and are kept. The kernel's false answers come from aio_ext/faults.c.
+A run ends with the bytes of an undisturbed run, or in one SwapError that names the failure, the path and the remedy. No file and no thread
+is left. Every accepted budget is enough and is kept. aio_ext/faults.c injects the faults of kernel calls.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from infinity.system.swap import Swap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 20  # after which something is taken to hang
+SECONDS = 20  # a run that takes longer counts as hanging
 REMEDY = re.compile(r"[;:,(] .*\b(see|use|free|raise|lower|name|end) ")
 
 
@@ -46,7 +46,7 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def no_hang(seconds=SECONDS):
-    """Raise Hang in the main thread after that long, and again while what cleans up hangs, too; no thread is needed for it."""
+    """Raise Hang in the main thread after so many seconds, and again at each interval if the cleanup hangs. Uses a signal, no thread."""
 
     def ring(*_):
         raise Hang(f"still running after {seconds} s")
@@ -61,7 +61,7 @@ def no_hang(seconds=SECONDS):
 
 
 def our_threads():
-    """Of the engine, by name, and those of I/O queues, by number."""
+    """The engine's threads, as objects, and the threads of I/O queues, as kernel thread numbers."""
     found = {thread for thread in threading.enumerate() if thread.name.startswith("infinity-")}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -72,11 +72,11 @@ def our_threads():
 
 @contextlib.contextmanager
 def nothing_left(directory):
-    """No file and no thread is there afterwards that was not before."""
+    """Asserts that the block leaves no new file and no new thread."""
     files, threads = set(directory.rglob("*")), our_threads()
     yield
     assert set(directory.rglob("*")) - files == set()
-    deadline = time.monotonic() + 2  # the kernel forgets a thread that has ended a moment later
+    deadline = time.monotonic() + 2  # the kernel removes an ended thread with a small delay
     while (left := our_threads() - threads) and time.monotonic() < deadline:
         os.sched_yield()
     assert not left
@@ -87,7 +87,7 @@ def linears(num=3, size=48):
 
 
 def train_linears(directory, num_steps=2, **config):
-    """Losses, states, and how many calls met a fault before the engine was closed."""
+    """Losses, states, and the number of calls that met a fault before the engine was closed."""
     with training(linears, directory, chunk_mib=1 / 256, **NVME | config) as (model, engine, optimizer):
         losses = []
         for step in range(num_steps):
@@ -96,20 +96,20 @@ def train_linears(directory, num_steps=2, **config):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        engine.flush()  # else states come from the copies that are being written, and a failed write concerns nobody
+        engine.flush()  # without this, states come from host copies under way, and a failed write is not seen
         return losses, states_of(engine, model), _aio._inject()
 
 
 def assert_says_what_failed(error, code, directory):
     assert type(error) is infinity.SwapError, repr(error)
     assert error.errno == code and str(directory) in error.filename
-    assert REMEDY.search(error.strerror), f"no remedy in: {error}"
+    assert REMEDY.search(error.strerror), f"expected a remedy in the message, got: {error}"
 
 
 # ---- one fault anywhere: promise 1 ----
 
 UPDATES = ("deferred", "backward")
-FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
+FAULTS = [  # call, return value, errno of the SwapError (None: the engine recovers)
     ("io_setup", -errno.EAGAIN, None),
     ("io_setup", -errno.ENOMEM, errno.ENOMEM),
     ("io_submit", -errno.EAGAIN, None),
@@ -139,7 +139,7 @@ def undisturbed(tmp_path_factory):
 
 
 def sweep(directory, expected, fault, update, numbers):
-    """Fail the call of each number once, in a run of its own, until a run meets no fault; how many met one."""
+    """Fail the call of each number once, each in a new run, until a run meets no fault. Returns the number of runs with a fault."""
     call, result, code = fault
     for num_met, nth in enumerate(numbers):
         where = f"{call} number {nth}"
@@ -148,7 +148,7 @@ def sweep(directory, expected, fault, update, numbers):
             try:
                 losses, states, met = train_linears(directory, update=update)
             except OSError as error:
-                assert code is not None, f"{where} did not heal: {error!r}"
+                assert code is not None, f"{where}: expected recovery, got {error!r}"
                 assert_says_what_failed(error, code, directory)
                 assert _aio._inject() == 1
                 continue
@@ -156,15 +156,15 @@ def sweep(directory, expected, fault, update, numbers):
         assert_same_states(states, expected[1], where)
         if not met:
             return num_met
-        # Only io_getevents may fail unseen: it is called once more when all blocks are back.
-        assert code is None or call == "io_getevents", f"{where} failed, and nobody was told"
+        # Only io_getevents may fail without an error: the queue makes one more call after all requests are complete.
+        assert code is None or call == "io_getevents", f"{where} failed: expected a SwapError, got none"
 
 
 @pytest.mark.few(10)
 @pytest.mark.filterwarnings("ignore:io_setup granted")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
-def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, update, tmp_path, undisturbed):
+def test_one_failed_call_gives_the_same_bytes_or_a_swap_error(fault, update, tmp_path, undisturbed):
     numbers = (4**power // 3 for power in range(20))
     assert sweep(tmp_path, undisturbed(update), fault, update, numbers) >= (1 if fault[0] == "io_setup" else 3)
 
@@ -173,12 +173,12 @@ def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, update
 @pytest.mark.filterwarnings("ignore:io_setup granted")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
-def test_every_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(fault, update, tmp_path, undisturbed):
+def test_every_failed_call_gives_the_same_bytes_or_a_swap_error(fault, update, tmp_path, undisturbed):
     assert sweep(tmp_path, undisturbed(update), fault, update, itertools.count()) >= (1 if fault[0] == "io_setup" else 20)
 
 
 def test_a_start_that_fails_ends_its_threads(tmp_path):
-    """The first write of the initial values fails: `close` has nothing to close yet."""
+    """The first write of the initial values fails. The engine has not started, so `close` has no parts to close."""
     engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
     _aio._inject("write", 0, 1, -errno.EIO)
     with nothing_left(tmp_path):
@@ -187,8 +187,8 @@ def test_a_start_that_fails_ends_its_threads(tmp_path):
         engine.close()
 
 
-def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp_path, monkeypatch):
-    """Nobody knew of them yet: they ran on, also after `close`, and the swap directory was taken."""
+def test_an_interrupted_start_ends_the_threads_of_its_parts(tmp_path, monkeypatch):
+    """The interrupt comes before the engine holds its parts. Without cleanup, threads would run on and keep the swap directory locked."""
     engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
 
     def interrupted(device):
@@ -203,8 +203,8 @@ def test_a_start_that_is_interrupted_once_its_parts_stand_ends_their_threads(tmp
         engine.close()
 
 
-def test_what_an_engine_is_asked_that_could_not_start_is_one_error_with_the_reason(tmp_path):
-    """Weights that had left for their first records are gone: nothing may show what stands for them, nor start again with that."""
+def test_an_engine_that_failed_to_start_refuses_every_use_with_the_reason(tmp_path):
+    """Weights that had moved to their first records are lost. No use may show the placeholders, or start again with them."""
     engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
     _aio._inject("write", 0, 1, -errno.ENOSPC)
     with pytest.raises(infinity.SwapError):
@@ -225,7 +225,7 @@ def test_what_an_engine_is_asked_that_could_not_start_is_one_error_with_the_reas
         model[0].weight.norm()
 
 
-def test_a_queue_that_broke_down_is_a_swap_error_for_all_later_calls(tmp_path):
+def test_a_queue_that_failed_raises_swap_error_for_all_later_calls(tmp_path):
     with Swap([tmp_path]) as swap:
         extent = swap.allocate(4096)
         swap.reserve()
@@ -237,7 +237,7 @@ def test_a_queue_that_broke_down_is_a_swap_error_for_all_later_calls(tmp_path):
 
 
 @pytest.mark.parametrize("part", ["Gradients", "Updater", "hooks_for"])
-def test_a_part_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, part):
+def test_a_part_that_cannot_be_made_leaves_no_file_and_no_thread(tmp_path, monkeypatch, part):
     def fail(*arguments, **options):
         raise MemoryError(part)
 
@@ -255,7 +255,7 @@ def free_nbytes(volume):
 
 
 def fill(volume, left):
-    """Let a ballast grow until about `left` bytes are free; what is free then."""
+    """Extend the file `ballast` until about `left` bytes are free. Returns the free bytes."""
     with open(volume / "ballast", "wb") as file, contextlib.suppress(OSError):
         for unit in (1 << 20, 4096):
             while free_nbytes(volume) >= left + unit:
@@ -264,7 +264,7 @@ def fill(volume, left):
 
 
 def train_on(swap, begun, **changes):
-    """Losses and states; begun: called with the engine once it has its swap file."""
+    """Losses and states. begun: called with the engine when the swap file exists."""
     config = {"chunk_mib": 1 / 4, "host_memory": "16MiB"} | NVME | changes
     with training(lambda: linears(5, 512), swap, **config) as (model, engine, optimizer):
         begun(engine)
@@ -295,20 +295,20 @@ def the_volume_shrinks(volume):
             try:
                 losses, states = train_on(swap, begun.append)
             except infinity.SwapError as error:
-                assert not begun, f"training began with {left} bytes free, and then: {error!r}"
+                assert not begun, f"with {left} bytes free: expected a refusal at the start, training began, then {error!r}"
                 assert_says_what_failed(error, errno.ENOSPC, swap)
                 refused.append(asked)
-                if asked >= 64 << 10:  # else the directory does not even take a lock file
+                if asked >= 64 << 10:  # with less, even the lock file does not fit
                     amounts = re.search(r"needs ([\d,]+) bytes .*and ([\d,]+) are available", error.strerror)
-                    assert amounts, f"with {left} of {needed} bytes free: {error}"
+                    assert amounts, f"with {left} of {needed} bytes free: expected both amounts in the message, got {error}"
                     named = [int(amount.replace(",", "")) for amount in amounts.groups()]
-                    assert named == pytest.approx([needed, left], abs=16 << 10)  # lock and folder take a page each
+                    assert named == pytest.approx([needed, left], abs=16 << 10)  # the lock file and the folder take one page each
             else:
                 assert losses == expected_losses
                 assert_same_states(states, expected_states, f"{left} bytes free")
         os.unlink(volume / "ballast")
     assert refused[-4:] == [needed - 4096, needed // 2, 64 << 10, 0]
-    assert len(refused) <= 5, (needed, refused)  # a filesystem may want a few pages for itself
+    assert len(refused) <= 5, (needed, refused)  # a filesystem may need a few pages
 
 
 def the_volume_is_full_later(volume):
@@ -323,7 +323,7 @@ def the_volume_is_full_later(volume):
 
 
 def the_volume_is_too_small(volume):
-    """For what host memory does not hold, but the device has room for the rest."""
+    """The drive has too little room for the records that do not fit in host memory. The device has room for the rest."""
     (swap := volume / "swap").mkdir()
     needed, expected_losses, expected_states = on_ample_room(swap)
     fill(volume, needed // 2)
@@ -339,8 +339,8 @@ SCENES = [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_i
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_a_full_disk_is_met_at_start_or_never(scene, tmp_path):
-    """On a volume of its own, in a mount namespace that ends with the process: ext4 on a loop device, else tmpfs."""
+def test_a_full_disk_is_an_error_at_the_start_or_never(scene, tmp_path):
+    """On a separate volume in a mount namespace that ends with the process: ext4 on a loop device, or tmpfs if that fails."""
     volume, image = tmp_path / "volume", tmp_path / "image"
     volume.mkdir()
     with open(image, "wb") as file:
@@ -360,8 +360,8 @@ def test_a_full_disk_is_met_at_start_or_never(scene, tmp_path):
     assert done.stdout == "held\n", done.stderr
 
 
-def test_a_directory_that_takes_no_byte_keeps_no_lock_file(tmp_path):
-    """As on a disk without a free block, where a file can be made and not be written."""
+def test_a_directory_that_accepts_no_byte_keeps_no_lock_file(tmp_path):
+    """On a disk without a free block, a file can be created but not written."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -373,11 +373,11 @@ def test_a_directory_that_takes_no_byte_keeps_no_lock_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- memory is what the plan said: promise 17 ----
+# ---- memory is as planned: promise 17 ----
 
 
 def shared_chain():
-    """Every chunk has its last gradient late: layers are used twice, each time in a reentrant checkpoint."""
+    """Every chunk's gradient is complete late: each layer is used twice, each time in a reentrant checkpoint."""
 
     def build(self):
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(8))
@@ -392,7 +392,7 @@ def shared_chain():
 
 
 def lists_read_by_turns():
-    """A module that owns nothing and holds what it has read of its lists."""
+    """A module without direct parameters, which reads parameters from lists and from a dict."""
 
     def build(self):
         self.lists = nn.ModuleList(nn.ParameterList(nn.Parameter(torch.randn(H, H) / H) for _ in range(2)) for _ in range(3))
@@ -426,7 +426,7 @@ MODELS = {
 
 
 def run(name, directory, *, options=None, num_steps=3, **config):
-    """Losses, states and stats; what is held stays within the plan and the budgets."""
+    """Losses, states and stats. Asserts that memory stays within the plan and the budgets."""
     make, take_step = MODELS[name]
     with no_hang(), training(make, directory, options=options, **config) as (model, engine, optimizer):
         losses = [take_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(num_steps)]
@@ -444,7 +444,7 @@ def run(name, directory, *, options=None, num_steps=3, **config):
 
 @pytest.mark.parametrize("name", ["tied", pytest.param("shared", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, update, steps", [("bf16", "deferred", 1), ("fp32", "backward", 2), ("fp16", "auto", 1)])
-def test_pinned_memory_is_what_was_planned_and_within_the_budget(name, dtype, update, steps, tmp_path):
+def test_pinned_memory_is_as_planned_and_within_the_budget(name, dtype, update, steps, tmp_path):
     options = {"accumulation_steps": steps}
     base = {"dtype": dtype, "update": update, "options": options}
     for weights, states, residency in (("nvme", "nvme", "none"), ("host", "nvme", "auto"), ("auto", "auto", "auto")):
@@ -456,7 +456,7 @@ def test_pinned_memory_is_what_was_planned_and_within_the_budget(name, dtype, up
 
 # ---- slot pressure waits: promise 20 ----
 
-PRESSURES = [  # model, dtype, update, what the optimizer is asked for
+PRESSURES = [  # model, dtype, update, options of the optimizer
     ("mlp", "bf16", "backward", {}),
     ("mlp", "fp32", "deferred", {"max_grad_norm": 0.5}),
     ("tied", "bf16", "deferred", {"accumulation_steps": 3}),
@@ -468,7 +468,7 @@ PRESSURES = [  # model, dtype, update, what the optimizer is asked for
 
 
 def check_budgets(case, directory, num_budgets):
-    """Both budgets at their least, then each of them larger by a page or more, to twice the least."""
+    """Train with both budgets at the least. Then raise each of them, in steps of at least a page, up to twice the least."""
     name, dtype, update, options = case
     config = NVME | {"dtype": dtype, "update": update, "options": options}
     expected = run(name, directory, **config)
@@ -490,18 +490,18 @@ def check_budgets(case, directory, num_budgets):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str
 )
-def test_budgets_from_the_least_on_train_with_the_same_bits(case, tmp_path):
+def test_budgets_at_or_above_the_least_train_with_the_same_bits(case, tmp_path):
     check_budgets(case, tmp_path, 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", PRESSURES, ids=str)
-def test_every_budget_from_the_least_on_trains_with_the_same_bits(case, tmp_path):
+def test_every_budget_at_or_above_the_least_trains_with_the_same_bits(case, tmp_path):
     check_budgets(case, tmp_path, 1 << 20)
 
 
 @pytest.mark.parametrize("kind", [WEIGHTS, STATES, GRADIENTS])
-def test_at_the_least_budget_every_slot_is_in_use_and_there_is_none_to_spare(kind, tmp_path):
+def test_at_the_least_budget_every_slot_is_used(kind, tmp_path):
     config = NVME | {"update": "backward"}
     config["host_memory"] = helpers.least_host_memory(shared_chain, tmp_path, **config)
     with no_hang(), training(shared_chain, tmp_path, **config) as (model, engine, optimizer):

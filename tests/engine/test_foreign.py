@@ -1,4 +1,4 @@
-"""Parts of PyTorch, and of libraries on it, that meet an engine: refused in the user's words, with a remedy that works; or served."""
+"""Parts of PyTorch and of other libraries that meet an engine. They work, or are refused with a remedy that works."""
 
 import contextlib
 import copy
@@ -54,7 +54,7 @@ def group():
 
 
 @pytest.mark.parametrize("kind, ours", [("AdamW", "AdamW"), ("SGD", "SGD"), ("LBFGS", "AdamW")])
-def test_an_optimizer_of_torchs_is_refused_at_the_first_forward_pass(kind, ours, config):
+def test_an_optimizer_of_torch_is_refused_at_the_first_forward_pass(kind, ours, config):
     model = net()
     with infinity.offload(model, config) as engine:
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01)
@@ -65,7 +65,7 @@ def test_an_optimizer_of_torchs_is_refused_at_the_first_forward_pass(kind, ours,
         train(model, getattr(infinity, ours)(model.parameters(), lr=0.01))
 
 
-def test_an_optimizer_of_torchs_that_is_only_garbage_refuses_nothing(config):
+def test_a_garbage_optimizer_of_torch_is_ignored(config):
     model = net()
     with infinity.offload(model, config):
         gc.disable()
@@ -78,7 +78,7 @@ def test_an_optimizer_of_torchs_that_is_only_garbage_refuses_nothing(config):
             gc.enable()
 
 
-def test_an_optimizer_of_torchs_made_after_the_first_forward_pass_is_refused_in_backward(config):
+def test_a_later_optimizer_of_torch_is_refused_in_backward(config):
     model = net()
     with infinity.offload(model, config):
         model(torch.ones(4, H))
@@ -89,7 +89,7 @@ def test_an_optimizer_of_torchs_made_after_the_first_forward_pass_is_refused_in_
         train(model, infinity.AdamW(model.parameters()))
 
 
-def test_what_trains_without_an_optimizer_is_told_to_make_one_or_to_freeze(config):
+def test_training_without_an_optimizer_is_refused_with_two_remedies(config):
     model = net()
     with infinity.offload(model, config):
         prompt = torch.ones(4, H, requires_grad=True)
@@ -110,7 +110,7 @@ def test_what_trains_without_an_optimizer_is_told_to_make_one_or_to_freeze(confi
         ("Lion", "accumulation_step", "infinity.Lion has no argument 'accumulation_step'. Did you mean accumulation_steps?"),
     ],
 )
-def test_an_argument_that_an_optimizer_has_not_is_named_with_its_class(kind, argument, said, config):
+def test_an_unknown_optimizer_argument_is_named_with_its_class(kind, argument, said, config):
     model = net()
     with infinity.offload(model, config):
         with pytest.raises(TypeError) as refusal:
@@ -119,7 +119,7 @@ def test_an_argument_that_an_optimizer_has_not_is_named_with_its_class(kind, arg
         train(model, getattr(infinity, kind)(model.parameters()))
 
 
-def test_parameters_none_of_which_can_be_updated_are_refused(config):
+def test_an_optimizer_over_only_empty_parameters_is_refused(config):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(0, 0))
     with infinity.offload(model, config):
         with pytest.raises(ConfigError, match="no parameter of the optimizer can be updated"):
@@ -131,7 +131,7 @@ def test_parameters_none_of_which_can_be_updated_are_refused(config):
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_ddp_around_an_engines_model_is_refused_and_the_model_itself_trains(started, config, group):
+def test_ddp_is_refused_and_the_model_itself_still_trains(started, config, group):
     model = net()
     with infinity.offload(model, config):
         optimizer = infinity.AdamW(model.parameters(), lr=0.01) if started else None
@@ -141,7 +141,7 @@ def test_ddp_around_an_engines_model_is_refused_and_the_model_itself_trains(star
         assert train(model, optimizer) == expected_losses()
 
 
-def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
+def test_data_parallel_is_refused_if_there_are_devices(config, monkeypatch):
     model = net()
     with infinity.offload(model, config):
         optimizer = infinity.AdamW(model.parameters(), lr=0.01)
@@ -150,21 +150,21 @@ def test_data_parallel_is_refused_where_it_finds_devices(config, monkeypatch):
             DataParallel(model)
         monkeypatch.undo()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        assert train(DataParallel(model), optimizer) == expected_losses()  # which only hands on the call
+        assert train(DataParallel(model), optimizer) == expected_losses()  # without devices, DataParallel calls the module
 
 
-def test_an_engine_takes_no_wrapper_but_what_it_wraps(config, group):
+def test_a_wrapper_is_refused_and_its_module_accepted(config, group):
     wrapped = DistributedDataParallel(net())
-    with pytest.raises(UsageError, match="give the engine the model that it wraps, its `.module`"):
+    with pytest.raises(UsageError, match="give the engine the wrapped model, `.module`"):
         infinity.offload(wrapped, config)
     model = wrapped.module
     del wrapped
     with infinity.offload(model, config):
         assert train(model, infinity.AdamW(model.parameters(), lr=0.01)) == expected_losses()
-    DistributedDataParallel(net())  # of what is in no engine is nobody's business
+    DistributedDataParallel(net())  # a model without an engine may be wrapped
 
 
-def test_an_engine_is_not_taken_for_its_model(config):
+def test_an_engine_used_as_its_model_is_an_error_with_a_remedy(config):
     model = infinity.offload(net(), config)
     for use in (lambda: model.parameters(), lambda: model.train(), lambda: model.state_dict()):
         with pytest.raises(AttributeError, match=r"the model has it.* write `infinity.offload\(model, config\)` without `model = `"):
@@ -180,7 +180,7 @@ def test_an_engine_is_not_taken_for_its_model(config):
     infinity.engine_of(model).close()
 
 
-def test_a_model_is_not_traced_but_a_plain_one_with_its_values_is(config):
+def test_jit_trace_is_refused_but_works_on_a_plain_model_with_the_values(config):
     model = net()
     with infinity.offload(model, config):
         train(model, infinity.AdamW(model.parameters()))
@@ -192,7 +192,7 @@ def test_a_model_is_not_traced_but_a_plain_one_with_its_values_is(config):
         assert torch.equal(torch.jit.trace(plain, torch.ones(4, H))(torch.ones(4, H)), expected)
 
 
-def test_a_shallow_copy_of_a_model_is_named_as_such(config):
+def test_a_shallow_copy_of_a_model_is_refused(config):
     model = net()
     with infinity.offload(model, config):
         optimizer = infinity.AdamW(model.parameters(), lr=0.01)
@@ -218,7 +218,7 @@ def language_loss(model):
 
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_model_is_resized_before_it_is_taken_and_is_told_so_afterwards(tie, how, config):
+def test_embeddings_are_resized_before_the_engine_starts_or_refused(tie, how, config):
     def resized(when):
         with infinity.init(config) if how == "init" else contextlib.nullcontext():
             model = gpt(tie)
@@ -243,7 +243,7 @@ def test_a_model_is_resized_before_it_is_taken_and_is_told_so_afterwards(tie, ho
         assert set(resized(when).values()) == {(60, 16)}
 
 
-def test_adapters_are_merged_inside_gathered_and_told_so_outside(config):
+def test_adapters_are_merged_inside_gathered_and_refused_outside(config):
     peft = pytest.importorskip("peft")
 
     def adapted():

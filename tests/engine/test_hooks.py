@@ -1,6 +1,6 @@
 """Any nn.Module with a plain `loss.backward()`: every trait of models.py trains to the bits of plain PyTorch.
 
-Long because each order of passes, and what interrupts it, is tried wherever the model may live.
+Long because each order of passes and each interruption is tried in every placement.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from infinity.formats.dtypes import TORCH_DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Where states live, when they are updated, and whether the device has only the least that it needs.
+# Where states are stored and when they are updated. "resident": the whole model stays on the device.
 SETTINGS = {
     "backward": NVME | {"update": "backward"},
     "deferred": NVME | {"update": "deferred"},
@@ -46,7 +46,7 @@ def plain_step(model, optimizer, step):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("trait", TRAITS)
-def test_a_model_with_this_trait_trains_to_the_bits_of_plain_pytorch(trait, setting, tmp_path):
+def test_a_model_of_each_trait_trains_to_the_bits_of_plain_pytorch(trait, setting, tmp_path):
     make, config = TRAITS[trait], SETTINGS[setting]
     if setting != "resident":
         config = config | {"device_memory": helpers.least_device_memory(make, tmp_path, **config)}
@@ -66,8 +66,8 @@ def test_a_model_with_this_trait_trains_to_the_bits_of_plain_pytorch(trait, sett
             assert engine.stats()["peak_device_nbytes"] <= config["device_memory"]
 
 
-def test_a_model_that_reads_a_parameter_by_name_keeps_it_only_while_it_must(tmp_path):
-    """The child's weight that nn.MultiheadAttention reads is fetched for the function that it is given to; outside of an op nothing is."""
+def test_a_parameter_that_a_parent_reads_has_values_only_inside_the_op(tmp_path):
+    """nn.MultiheadAttention reads a weight of a child. The engine fetches the weight for that function. Other reads are refused."""
     with training(attention, tmp_path, **NVME) as (model, engine, optimizer):
         weight = model.attention.out_proj.weight
         forward_backward(model, 0)
@@ -83,7 +83,7 @@ def test_a_model_that_reads_a_parameter_by_name_keeps_it_only_while_it_must(tmp_
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_several_forward_passes_before_one_backward(setting, tmp_path):
+def test_several_forward_passes_may_come_before_one_backward(setting, tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
         for step in range(4):
@@ -100,7 +100,7 @@ def test_several_forward_passes_before_one_backward(setting, tmp_path):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_evaluation_between_steps_sees_the_updated_weights(setting, mode, tmp_path):
+def test_an_evaluation_between_steps_uses_the_updated_weights(setting, mode, tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
         x = inputs(model, 50)
@@ -118,7 +118,7 @@ def test_evaluation_between_steps_sees_the_updated_weights(setting, mode, tmp_pa
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_inference_inside_the_checkpoint_of_another_model_is_no_backward_pass(setting, use_reentrant, tmp_path):
+def test_inference_inside_another_models_checkpoint_is_no_backward_pass(setting, use_reentrant, tmp_path):
     reference_model, reference = plain(mlp)
     torch.manual_seed(1)
     student = nn.Linear(H, H)
@@ -134,7 +134,7 @@ def test_inference_inside_the_checkpoint_of_another_model_is_no_backward_pass(se
 
 
 @pytest.mark.parametrize("setting", ["deferred", "resident"])
-def test_a_part_of_an_fp16_model_in_a_reentrant_checkpoint_is_not_taken_for_scaled(setting, tmp_path):
+def test_an_fp16_part_alone_in_a_reentrant_checkpoint_is_refused(setting, tmp_path):
     with training(mlp, tmp_path, dtype="fp16", **SETTINGS[setting]) as (model, engine, optimizer):
         x = torch.randn(4, H, dtype=torch.float16, requires_grad=True)
         with pytest.raises(UsageError, match="not loss-scaled|called by itself"):
@@ -143,7 +143,7 @@ def test_a_part_of_an_fp16_model_in_a_reentrant_checkpoint_is_not_taken_for_scal
 
 
 class Sides(nn.Module):
-    """A layer that runs only if asked for; another that may fail."""
+    """The layer `side` runs only on request. The forward pass may fail."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ class Sides(nn.Module):
 
 @pytest.mark.parametrize("how", ["probe", "raise"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_forward_pass_that_is_never_run_backward_misleads_no_later_step(setting, how, tmp_path):
+def test_a_forward_pass_without_backward_misleads_no_later_step(setting, how, tmp_path):
     reference_model, reference = plain(Sides)
     with training(Sides, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
         for step, side in enumerate([True, True, False, True, True]):
@@ -178,8 +178,8 @@ def test_a_forward_pass_that_is_never_run_backward_misleads_no_later_step(settin
 
 @pytest.mark.parametrize("orders", ["pppp", "ffff", "lllll", "pffp"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_which_micro_batch_takes_which_way_misleads_no_later_step(setting, orders, tmp_path):
-    """By turns (p), all forward passes first (f), and backward in the other order (l)."""
+def test_micro_batches_with_different_layers_mislead_no_later_step(setting, orders, tmp_path):
+    """"p": forward and backward in turn. "f": all forward passes first. "l": as "f", with backward passes in reverse order."""
     sides = [(True, True), (True, True), (False, True), (True, False), (True, True)]
     reference_model, reference = plain(Sides)
     with training(Sides, tmp_path, options={"accumulation_steps": 2}, **SETTINGS[setting]) as (model, engine, optimizer):
@@ -199,7 +199,7 @@ def test_which_micro_batch_takes_which_way_misleads_no_later_step(setting, order
 
 
 def blocks_without_biases(recompute):
-    """Backward of such a layer asks for its weight before its input, which a checkpoint then computes anew."""
+    """The backward pass of such a layer asks for the weight before the input. A checkpoint computes the input again."""
 
     def build(self):
         self.blocks = nn.ModuleList(
@@ -224,7 +224,7 @@ RECOMPUTE = {
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("setting", ["backward", "deferred"])
-def test_what_is_recomputed_has_room_at_the_least_device_memory(setting, how, retain, tmp_path):
+def test_recomputed_blocks_fit_in_the_least_device_memory(setting, how, retain, tmp_path):
     def make():
         return blocks_without_biases(RECOMPUTE[how])
 
@@ -243,7 +243,7 @@ def test_what_is_recomputed_has_room_at_the_least_device_memory(setting, how, re
 
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_reentrant_checkpoints_outside_of_any_module_are_one_backward_pass(setting, tail, tmp_path):
+def test_reentrant_checkpoints_outside_any_module_are_one_backward_pass(setting, tail, tmp_path):
     def loss_through(model, step):
         x = inputs(model, step).requires_grad_()
         for layer in model.layers[: 3 if tail else 4]:
@@ -260,7 +260,7 @@ def test_reentrant_checkpoints_outside_of_any_module_are_one_backward_pass(setti
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_evaluation_between_forward_and_backward_leaves_the_graph_alone(tmp_path):
+def test_an_evaluation_before_backward_does_not_change_the_graph(tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         for step in range(3):
@@ -275,8 +275,8 @@ def test_evaluation_between_forward_and_backward_leaves_the_graph_alone(tmp_path
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_training_after_evaluation_mode_is_what_it_was(setting, tmp_path):
-    """model.eval() and a forward without a backward pass in a step of their own change nothing."""
+def test_evaluation_mode_does_not_change_later_training(setting, tmp_path):
+    """After each step, model.eval() and a forward pass without a backward pass change nothing."""
     reference_model, reference = plain(TRAITS["convolution"])
     with training(TRAITS["convolution"], tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
         for step in range(4):
@@ -286,7 +286,7 @@ def test_training_after_evaluation_mode_is_what_it_was(setting, tmp_path):
             optimizer.zero_grad()
             for m in (model, reference_model):
                 m.eval()
-                m(inputs(m, 30))  # with a graph that is thrown away
+                m(inputs(m, 30))  # the graph is dropped
                 m.train()
         assert_equals_reference(engine, model, reference_model, reference)
 
@@ -306,7 +306,7 @@ def test_inference_needs_no_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_gradients_of_inputs_come_through_the_weights(retain, tmp_path):
+def test_gradients_of_inputs_are_those_of_plain_pytorch(retain, tmp_path):
     reference_model, _ = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         x, y = (inputs(model, 1).requires_grad_() for _ in range(2))
@@ -373,7 +373,7 @@ def test_a_saved_activation_changed_in_place_raises(tmp_path):
         self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
 
     class Inner(nn.Module):
-        """In an op, so that the engine's saved-tensor hooks are in force."""
+        """An op, in which the engine's saved-tensor hooks are active."""
 
         def __init__(self):
             super().__init__()
@@ -411,7 +411,7 @@ class Bomb(torch.autograd.Function):
 
 
 def mined(depth=6):
-    """Raises where Bomb is armed, in the middle of its layers."""
+    """A chain that raises in the middle layer if Bomb is armed."""
 
     def build(self):
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(depth))
@@ -435,7 +435,7 @@ def bomb():
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("setting", ["deferred", "resident"])
-def test_an_exception_is_followed_by_a_clean_retry(setting, where, checkpoint, tmp_path, bomb):
+def test_a_step_may_be_repeated_after_an_exception(setting, where, checkpoint, tmp_path, bomb):
     if checkpoint:
         make = lambda: Model(
             lambda m: m.add_module("inner", mined()),
@@ -465,7 +465,7 @@ def test_an_exception_is_followed_by_a_clean_retry(setting, where, checkpoint, t
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_backward_pass_that_fails_half_updated_is_torn(tmp_path, bomb):
+def test_a_backward_pass_that_fails_after_updates_forbids_training(tmp_path, bomb):
     with training(mined, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         forward_backward(model, 0)
         optimizer.step()
@@ -485,8 +485,8 @@ def test_a_backward_pass_that_fails_half_updated_is_torn(tmp_path, bomb):
             model(inputs(model, 0))
 
 
-def test_a_backward_pass_that_fails_before_any_update_is_not_torn(tmp_path, bomb):
-    """The last layer's gradient is the first to come, so a bomb behind it leaves nothing updated."""
+def test_a_backward_pass_that_fails_before_updates_may_be_repeated(tmp_path, bomb):
+    """The last layer's gradient comes first. Backward raises before this gradient, so no update has begun."""
 
     def make():
         def build(self):
@@ -507,7 +507,7 @@ def test_a_backward_pass_that_fails_before_any_update_is_not_torn(tmp_path, bomb
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-# What is refused, or noticed
+# Refusals and detected writes
 
 
 @pytest.mark.parametrize("dtype, wanted", [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")])
@@ -531,7 +531,7 @@ def test_autocast_to_the_dtype_of_the_engine_changes_nothing(tmp_path, one_threa
     assert_same_states(trained(torch.autocast("cpu", dtype=torch.bfloat16)), trained(contextlib.nullcontext()))
 
 
-def test_functional_gradients_over_parameters_are_refused_or_right(tmp_path):
+def test_functional_gradients_over_parameters_are_refused(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         x = inputs(model, 0)
         params = dict(model.named_parameters())
@@ -540,8 +540,8 @@ def test_functional_gradients_over_parameters_are_refused_or_right(tmp_path):
 
 
 @pytest.mark.parametrize("write", ["fill_", "zeros_", "index", "replace"])
-def test_a_write_that_no_class_of_parameters_sees_is_noticed(write, tmp_path):
-    """As by code in C."""
+def test_a_write_that_bypasses_the_parameter_class_is_detected(write, tmp_path):
+    """Code in C writes in this way."""
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         forward_backward(model, 0)
         optimizer.step()
@@ -559,11 +559,11 @@ def test_a_write_that_no_class_of_parameters_sees_is_noticed(write, tmp_path):
                     torch._C.TensorBase.data.__set__(weight, torch.ones(H, H))
         with pytest.raises(UsageError, match=r"layers\.1\.weight was .*infinity.gathered"):
             model(inputs(model, 0))
-        model(inputs(model, 0))  # said once; the stored value was never touched
+        model(inputs(model, 0))  # the error comes once. The stored value is unchanged
         assert_nothing_held(engine)
 
 
-def test_hooks_leave_the_modules_as_they_were(tmp_path):
+def test_closing_removes_all_hooks_from_the_modules(tmp_path):
     model = mlp()
     with training(lambda: model, tmp_path, **NVME) as (_, engine, optimizer):
         forward_backward(model, 0)
@@ -571,14 +571,14 @@ def test_hooks_leave_the_modules_as_they_were(tmp_path):
     for name, module in model.named_modules():
         assert type(module._parameters) is dict
         assert not module._forward_hooks
-        assert len(module._forward_pre_hooks) == (not name)  # the root says that its engine is closed
+        assert len(module._forward_pre_hooks) == (not name)  # the hook of the root reports that the engine is closed
     with pytest.raises(UsageError, match="closed"):
         model(inputs(model, 0))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(dtype, tmp_path):
-    """Nothing of it is fetched, packed or followed. In between, values are given, read and refused as elsewhere."""
+def test_a_resident_model_has_values_from_the_first_op_until_the_step(dtype, tmp_path):
+    """The engine fetches and traces no op of a resident model. Between steps, values are written, read and refused as in other placements."""
     reference_model, reference = plain(mlp, dtype=dtype)
     with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
         assert isinstance(engine.hooks, ResidentHooks)
@@ -611,7 +611,7 @@ def test_a_model_that_stays_on_the_device_is_home_from_the_first_op_to_the_step(
 
 @pytest.mark.parametrize("write", ["in place", "replaced"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_a_program_writes_before_step_to_a_record_on_the_device_is_its_master(dtype, write, tmp_path):
+def test_a_write_to_a_device_record_before_step_becomes_its_master(dtype, write, tmp_path):
     reference_model, reference = plain(mlp, dtype=dtype)
     with training(mlp, tmp_path, dtype=dtype, update="deferred") as (model, engine, optimizer):
         assert isinstance(engine.hooks, ResidentHooks)
@@ -637,7 +637,7 @@ def test_what_a_program_writes_before_step_to_a_record_on_the_device_is_its_mast
 
 
 @pytest.mark.parametrize("change", ["half", "numpy", "view"])
-def test_an_engine_ends_whatever_was_done_with_what_was_home(change, tmp_path):
+def test_an_engine_closes_after_any_use_of_gathered_weights(change, tmp_path):
     with training(mlp, tmp_path) as (model, engine, _):
         model(inputs(model, 0))
         weight = model.layers[0].weight
@@ -659,7 +659,7 @@ def test_an_engine_ends_whatever_was_done_with_what_was_home(change, tmp_path):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_path):
+def test_a_value_written_after_forward_is_detected_in_backward(setting, tmp_path):
     with training(mlp, tmp_path, **SETTINGS[setting]) as (model, engine, optimizer):
         loss = loss_of(model(inputs(model, 0)))
         model.layers[3].load_state_dict({"weight": torch.eye(H), "bias": torch.ones(H)})
@@ -672,7 +672,7 @@ def test_a_value_given_after_the_forward_pass_is_met_by_backward(setting, tmp_pa
         optimizer.zero_grad()
 
 
-def test_a_traced_model_or_one_that_may_leave_the_device_is_followed(tmp_path):
+def test_resident_hooks_are_not_used_for_models_that_need_op_hooks(tmp_path):
     for name, config in {"traced": {"trace": True}, "host": {"optimizer_state_tier": "host"}, "activations": {"activation_tier": "host"}, "fp16": {"dtype": "fp16"}}.items():
         with training(mlp, tmp_path / name, **config) as (model, engine, _):
             assert not isinstance(engine.hooks, ResidentHooks)
@@ -680,8 +680,8 @@ def test_a_traced_model_or_one_that_may_leave_the_device_is_followed(tmp_path):
         assert not isinstance(engine.hooks, ResidentHooks)
 
 
-def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path):
-    """Evaluation alone writes, too."""
+def test_an_embedding_with_max_norm_keeps_rows_written_in_forward(tmp_path):
+    """An evaluation writes too."""
     reference_model, _ = plain(max_norm)
     with training(max_norm, tmp_path, **NVME) as (model, engine, optimizer):
         with torch.no_grad():
@@ -691,7 +691,7 @@ def test_an_embedding_that_renormalises_in_forward_keeps_what_it_wrote(tmp_path)
 
 
 @pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "device", "optimizer_state_tier": "host"}])
-def test_rows_written_in_forward_lose_their_residual_wherever_they_live(places, tmp_path):
+def test_rows_written_in_forward_lose_their_residual_in_every_tier(places, tmp_path):
     options = {"lr": 0.1}
     reference_model, reference = plain(max_norm, dtype="bf16", options=options)
     with training(max_norm, tmp_path, dtype="bf16", options=options, **places) as (model, engine, optimizer):
@@ -704,18 +704,18 @@ def test_rows_written_in_forward_lose_their_residual_wherever_they_live(places, 
 
 
 class Nested(nn.Module):
-    """Calls itself `depth` times more, and says which calls are live in the innermost one."""
+    """A module with `depth` nested calls. Returns the live calls of the innermost call."""
 
     def forward(self, depth):
         return self(depth - 1) if depth else live_calls()
 
 
-def test_a_call_is_live_while_torchs_function_of_that_name_runs():
-    """Fails where torch calls it otherwise; see [Note: calls that are over] in module_calls.py."""
+def test_a_call_is_live_while_the_named_function_of_torch_runs():
+    """Fails if torch renames the function, see [Note: calls that are over] in module_calls.py."""
     module = Nested()
     wrapper = nn.Sequential(module)
     assert wrapper(3) == {wrapper: 1, module: 4}
-    module.register_forward_pre_hook(lambda module, args: None)  # torch has another way to call modules with hooks
+    module.register_forward_pre_hook(lambda module, args: None)  # torch calls modules with hooks in a different way
     assert wrapper(3) == {wrapper: 1, module: 4}
     with pytest.raises(TypeError):
         wrapper("no number")
@@ -723,7 +723,7 @@ def test_a_call_is_live_while_torchs_function_of_that_name_runs():
 
 
 class Interruptible(nn.Module):
-    """A chain of five layers, called layer by layer or by its outermost module alone; an interrupt comes where it is told to."""
+    """A chain of five layers. recursive: a call first calls the module again. If `interrupt`, the innermost call raises after layer 3."""
 
     def __init__(self, recursive=False):
         super().__init__()
@@ -744,7 +744,7 @@ class Interruptible(nn.Module):
 @pytest.mark.parametrize("recursive", [False, True])
 @pytest.mark.parametrize("then", ["train", "zero_grad", "save", "read", "evaluate"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_an_interrupt_in_a_forward_pass_leaves_nothing_under_way(setting, then, recursive, tmp_path):
+def test_after_an_interrupt_in_forward_training_has_the_same_bits(setting, then, recursive, tmp_path):
     def make():
         return Interruptible(recursive)
 
@@ -778,8 +778,8 @@ def test_an_interrupt_in_a_forward_pass_leaves_nothing_under_way(setting, then, 
 
 
 @pytest.mark.parametrize("what", ["weights", "activations"])
-def test_what_a_graph_held_is_given_back_without_a_line_of_python(what, tmp_path):
-    """An interrupt is raised at a line of Python; inside of a finalizer it is lost, and with it what that was to do."""
+def test_a_dropped_graph_returns_its_tensors_without_python_code(what, tmp_path):
+    """Python raises an interrupt between lines of Python code. In a finalizer, the interrupt and the rest of the finalizer would be lost."""
     config = NVME if what == "weights" else {"activation_tier": "host"}
     called = []
 

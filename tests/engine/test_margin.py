@@ -1,7 +1,6 @@
-"""The device margin: records and waiting gradients use what weights and activations leave free, leave when these grow, and no bit depends
-on it.
+"""Free device memory: records and waiting gradients use the memory that weights and activations leave free, and leave when these grow.
 
-Long because every split of the device is made, by budgets and by a scripted gauge.
+No split of device memory changes a bit. Long because budgets and a scripted gauge produce every split.
 """
 
 import math
@@ -29,11 +28,11 @@ HOMES = {
     "host": {"host_memory": "64MiB"},
     "nvme": {"host_memory": "320KiB"},
 }
-FEW_SLOTS = {"host_memory": "48KiB"}  # about the least: gradients that wait find no place in host memory
+FEW_SLOTS = {"host_memory": "48KiB"}  # about the least budget: waiting gradients have no place in host memory
 
 
 def budgets(make, directory, **config):
-    """Device bytes for all weights but no record, and those that the records of each span, one after another, take besides."""
+    """Device bytes for all weights without records, and a list of the additional bytes of each span's records."""
     with training(make, directory, param_tier="device", optimizer_state_tier="host", **config) as (_, engine, _):
         found, _ = planner.share_device(
             engine.layout,
@@ -46,7 +45,7 @@ def budgets(make, directory, **config):
 
 
 def train_both(*pairs):
-    """Four steps of each model, a plain one last, by its optimizer, on the same inputs."""
+    """Four steps of each (model, optimizer), on the inputs of the last model."""
     for step in range(4):
         for model, optimizer in pairs:
             torch.manual_seed(step)  # of dropout
@@ -57,11 +56,11 @@ def train_both(*pairs):
 
 @pytest.fixture(autouse=True)
 def few_gradients_under_way(monkeypatch):
-    """Budgets are of kilobytes here."""
+    """The budgets of these tests are kilobytes."""
     monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
 
 
-# Every split
+# Splits of device memory
 
 
 @pytest.mark.few(5)
@@ -76,7 +75,7 @@ def few_gradients_under_way(monkeypatch):
         pytest.param({"dtype": "fp16"}, marks=pytest.mark.long),
     ],
 )
-def test_every_split_between_device_and_home_has_the_same_bits(numbers, options, home, tmp_path):
+def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, tmp_path):
     def run(**config):
         with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
             for step in range(4):
@@ -84,7 +83,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
             whole = engine.placement.homes[STATES][0] == DEVICE
             total = len(engine.registry.spans)
             margin, may_stay = engine.device_budget, {engine.registry.chunks[index].span.index for index in engine.placement.may_stay}
-            if not whole and margin.promoted:  # gradients that wait, and have no place elsewhere, came first
+            if not whole and margin.promoted:  # waiting gradients without a place in host memory come before records
                 assert may_stay <= {span.index for span, _ in margin.promoted} | set(margin.staying)
             stay.append(len(margin.staying))
             return states_of(engine, model), total if whole else len(margin.promoted), total
@@ -97,7 +96,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
         states, count, total = run(device_memory=least + sum((2 * records)[:some]), **(FEW_SLOTS if home == "nvme" else HOMES[home]))
         assert_same_states(states, expected, f"{count} of {total} spans")
         counts.append(count)
-    if home == "nvme" and (options or numbers["dtype"] == "fp16"):  # gradients wait
+    if home == "nvme" and (options or numbers["dtype"] == "fp16"):  # gradients wait for step()
         assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == total and 0 < max(stay) <= total
     else:
         assert counts == [0, 1, len(records) // 2, len(records) - 1, total] and not any(stay)
@@ -105,7 +104,7 @@ def test_every_split_between_device_and_home_has_the_same_bits(numbers, options,
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
-def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path):
+def test_every_trait_with_some_records_on_the_device_has_the_same_bits(name, dtype, update, tmp_path):
     make = TRAITS[name]
     reference_model, reference = plain(make, dtype=dtype)
     least, records = budgets(make, tmp_path, dtype=dtype)
@@ -115,7 +114,7 @@ def test_odd_models_have_the_bits_of_plain_pytorch(name, dtype, update, tmp_path
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
+def test_records_come_to_the_device_only_if_all_weights_fit(tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     for budget, some in ((least - 4096, False), (least + records[0], True)):
         with training(tiny_gpt, tmp_path, device_memory=budget) as (model, engine, optimizer):
@@ -128,8 +127,8 @@ def test_records_come_to_the_device_only_once_all_weights_have_room(tmp_path):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 3}], ids=["clip", "accumulate"])
-def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_records_alone(options, update, tmp_path):
-    """Nothing of a settled step moves to NVMe then, and a backward pass that is dropped changes nothing."""
+def test_waiting_gradients_without_room_in_host_memory_stay_on_the_device(options, update, tmp_path):
+    """A step in the steady state then moves no byte to or from NVMe. A dropped backward pass changes nothing."""
     least, records = budgets(tiny_gpt, tmp_path, options=options)
     num_micro = options.get("accumulation_steps", 1)
     expected = None
@@ -156,13 +155,13 @@ def test_gradients_that_wait_stay_on_the_device_where_host_memory_has_room_for_r
             assert_same_states(states, expected, f"{host_kib} KiB")
             assert 0 < len(engine.device_budget.staying) and len(engine.device_budget.promoted) < len(records)
             return
-    pytest.fail("no budget of host memory held the records alone")
+    pytest.fail("expected a host memory budget that holds all records but no gradient, found none below 2000 KiB")
 
 
-def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path):
+def test_device_and_host_memory_that_hold_all_records_need_no_nvme(tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     config = {"device_memory": least + sum(records[: len(records) // 2])}
-    for host_kib in range(320, 2000, 20):  # the least that holds what does not visit the device
+    for host_kib in range(320, 2000, 20):  # until host memory holds all records that do not visit the device
         with training(tiny_gpt, tmp_path, host_memory=f"{host_kib}KiB", **config) as (model, engine, optimizer):
             placement = engine.placement
             stays = [index for index in range(len(engine.layout.chunks)) if index not in placement.visitors]
@@ -178,11 +177,11 @@ def test_nothing_moves_to_nvme_where_device_and_host_together_hold_all(tmp_path)
             assert 0 < len(engine.device_budget.promoted) < len(records)
             assert [engine.stats()[name] - before[name] for name in ("nvme_read_nbytes", "nvme_write_nbytes")] == [0, 0]
             return
-    pytest.fail("no budget of host memory held them")
+    pytest.fail("expected a host memory budget that holds the records that stay off the device, found none below 2000 KiB")
 
 
 @pytest.mark.parametrize("config", [{"optimizer_state_tier": "host"}, {"param_tier": "host"}, {"optimizer_state_tier": "nvme"}, {"residency": "none"}], ids=str)
-def test_records_that_were_given_a_place_stay_there(config, tmp_path):
+def test_records_with_a_configured_tier_stay_there(config, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:3]), **config) as (model, engine, optimizer):
         for step in range(2):
@@ -190,12 +189,12 @@ def test_records_that_were_given_a_place_stay_there(config, tmp_path):
         assert engine.device_budget.promoted == []
 
 
-# Records that live on the device because nothing else has room for them
+# Records on the device because no other tier has room
 
 
 @pytest.fixture
 def small_drive(monkeypatch):
-    """A function that leaves so many bytes on every drive."""
+    """A function that limits the free bytes on every drive."""
     return lambda nbytes: monkeypatch.setattr(build, "room_nbytes", lambda paths: nbytes)
 
 
@@ -205,7 +204,7 @@ CROWDED = {"host_memory": "320KiB"}
 @pytest.mark.few(4)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
-def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(numbers, options, small_drive, tmp_path):
+def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_drive, tmp_path):
     def run(**config):
         with training(tiny_gpt, tmp_path, options=options, **numbers, **config) as (model, engine, optimizer):
             for step in range(4):
@@ -224,12 +223,12 @@ def test_what_nvme_has_no_room_for_lives_on_the_device_with_the_same_bits(number
         assert_same_states(states, expected, f"{at_home} of {on_device} on the device")
         assert found <= share * nvme_nbytes
         counts.append(at_home)
-        assert on_device > at_home  # the margin holds records besides
+        assert on_device > at_home  # free device memory holds further records
     assert counts[0] == 0 and counts == sorted(set(counts)), counts
 
 
 class WithMoreLayers(nn.Module):
-    """A model and layers that have the same input, so that there are more chunks than the fewest slots."""
+    """A model and layers with the same input. They make more chunks than the smallest number of slots."""
 
     def __init__(self, model):
         super().__init__()
@@ -242,7 +241,7 @@ class WithMoreLayers(nn.Module):
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
-def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_drive, tmp_path):
+def test_every_trait_trains_with_some_records_only_on_the_device(name, dtype, update, small_drive, tmp_path):
     make = lambda: WithMoreLayers(TRAITS[name]())
     reference_model, reference = plain(make, dtype=dtype)
     least, records = budgets(make, tmp_path, dtype=dtype)
@@ -256,7 +255,7 @@ def test_odd_models_that_live_on_the_device_in_part(name, dtype, update, small_d
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, tmp_path):
+def test_a_checkpoint_of_records_in_three_tiers_resumes_in_other_tiers(small_drive, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     crowded = {"device_memory": least + sum(records[:-1])} | CROWDED
     with training(tiny_gpt, tmp_path, **crowded) as (_, engine, _):
@@ -277,7 +276,7 @@ def test_a_checkpoint_of_records_in_three_tiers_resumes_in_others(small_drive, t
         assert_same_states(states, states_of(engine, model))
 
 
-def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gauge, tmp_path):
+def test_records_whose_tier_is_the_device_stay_when_inputs_grow(small_drive, gauge, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = 1 << 40
     sizes = [[16]] * 3 + [[64]] * 2
@@ -295,7 +294,7 @@ def test_what_lives_on_the_device_stays_there_when_inputs_grow(small_drive, gaug
         assert engine.stats()["num_chunks_on_device"] == at_home + visitors
         assert_same_states(states_of(engine, model), expected)
     assert at_home > 0 and gauge.overflows == 0
-    assert found[2][1] > found[4][1], found  # of those that visit it, some left
+    assert found[2][1] > found[4][1], found  # some of the visiting records left
 
 
 # Activations
@@ -310,7 +309,7 @@ def gauge(monkeypatch):
 
 
 def train(model, engine, optimizer, sizes, gauge):
-    """One step for each list of micro-batch sizes, 1 KiB a sample; returns (plans, promoted spans) after each."""
+    """One step for each list of micro-batch sizes, 1 KiB per sample. Returns (plans, promoted spans) after each step."""
     gauge.tier, found = engine.tier, []
     for step, micro_batches in enumerate(sizes):
         for micro, batch in enumerate(micro_batches):
@@ -324,7 +323,7 @@ def train(model, engine, optimizer, sizes, gauge):
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("num_micro", [1, 2])
-def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro, home, gauge, clock, tmp_path):
+def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro, home, gauge, clock, tmp_path):
     options = {"accumulation_steps": num_micro}
     least, records = budgets(tiny_gpt, tmp_path, options=options)
     sizes = [[16] * num_micro] * 3 + [[16, 64][-num_micro:]] + [[64] * num_micro] * 3 + [[3] * num_micro]
@@ -344,8 +343,8 @@ def test_records_go_home_before_a_larger_batch_and_one_plan_is_mended(num_micro,
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_updates_that_wait_for_no_drive_begin_by_step(home, tmp_path):
-    """The next forward pass wants the first ops' weights at once; what has to be read comes in the order of its ops."""
+def test_updates_that_need_no_drive_begin_in_step(home, tmp_path):
+    """The next forward pass needs the first ops' weights at once. Updates whose records are read from NVMe follow in the order of the ops."""
     with training(tiny_gpt, tmp_path, options={"max_grad_norm": 0.5}, device_memory="256KiB", **HOMES[home]) as (model, engine, optimizer):
         model(*tokens(0)).backward()
         optimizer.step()
@@ -356,7 +355,7 @@ def test_updates_that_wait_for_no_drive_begin_by_step(home, tmp_path):
         assert (not announced) if home == "host" else len(announced) > 2
 
 
-def test_updates_begin_in_the_order_in_which_the_next_pass_wants_them(monkeypatch, tmp_path):
+def test_updates_begin_in_the_order_of_the_next_forward_pass(monkeypatch, tmp_path):
     class Backwards(nn.Sequential):
         def forward(self, x):
             for layer in reversed(self):
@@ -378,7 +377,7 @@ def test_updates_begin_in_the_order_in_which_the_next_pass_wants_them(monkeypatc
 
 @pytest.mark.parametrize("first_sizes", [[16] * 4, [16, 64, 16, 16]], ids=["alike", "one that grows"])
 def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, gauge, monkeypatch, tmp_path):
-    """Where host memory has no place for them, the first step's passes would else read and write them again and again."""
+    """Host memory has no place for the sums. Without this, each pass of the first step would read and write them on NVMe."""
     options = {"accumulation_steps": 4}
     sizes = [first_sizes, [16] * 4]
     gauge.capacity = 1 << 40
@@ -394,16 +393,16 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         train(model, engine, optimizer, sizes, gauge)
         assert_same_states(states_of(engine, model), expected)
         assert came[0] > 8 and gauge.overflows == 0
-        assert engine.device_budget.op_nbytes[None] == max(first_sizes) << 10  # what was brought is no op's
-        assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # what grows has them leave, and what it leaves free come back
+        assert engine.device_budget.op_nbytes[None] == max(first_sizes) << 10  # the sums do not count as memory of an op
+        assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # a larger micro-batch makes sums leave, then some return
 
 
 @pytest.mark.parametrize(
     "seconds, steps_back",
     [
-        ([5.1, 6.6, 8.0, 9.7, 9.7], 1),  # two in a row that are longer
-        ([5.1, 4.0, 4.5, 4.9, 4.9], 0),  # but not than before the division
-        ([5.1, 6.6, 6.5, 7.0, 7.0], 0),  # not two in a row
+        ([5.1, 6.6, 8.0, 9.7, 9.7], 1),  # two longer steps in a row
+        ([5.1, 4.0, 4.5, 4.9, 4.9], 0),  # not longer than the step before the division
+        ([5.1, 6.6, 6.5, 7.0, 7.0], 0),  # no two longer steps in a row
         ([5.1, 3.0, 5.0, 6.0, 6.0], 1),
     ],
 )
@@ -431,7 +430,7 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of trials, in a list of one."""
+    """The clock of allocation trials: a list with one time in seconds."""
     clock = [0.0]
     monkeypatch.setattr(trial, "now", lambda: clock[0])
     return clock
@@ -447,8 +446,8 @@ def timed_step(model, optimizer, clock, seconds, batch=16):
 LONGER_AND_LONGER = [5.1, 6.6, 8.0, 9.7]
 
 
-def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_path):
-    """Larger inputs, or an allocation that failed, long after the trial of the one before is over."""
+def test_every_new_division_of_device_memory_is_on_trial(gauge, clock, tmp_path):
+    """A division follows larger inputs or a failed allocation, long after the previous trial is over."""
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity, found = least + sum(records[:6]) + (64 << 10), []
     with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
@@ -460,7 +459,7 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
             for seconds in LONGER_AND_LONGER:
                 timed_step(model, optimizer, clock, seconds, batch + 4)
             found.append((engine.stats()["num_placement_rollbacks"], len(engine.device_budget.promoted)))
-        model(*tokens(0, batch=20))  # finds no room, and takes its time
+        model(*tokens(0, batch=20))  # this pass finds no room and takes 100 s
         clock[0] += 100.0
         gauge.failures += 1
         optimizer.zero_grad()
@@ -470,8 +469,8 @@ def test_each_division_is_on_trial_whatever_it_was_made_for(gauge, clock, tmp_pa
     assert found == [(1, 0), (2, 0), (3, 0)]
 
 
-def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path):
-    """How long a program takes between two evaluations says nothing; and they are none of the first step."""
+def test_no_division_is_on_trial_before_the_optimizer_exists(gauge, clock, tmp_path):
+    """The time between two evaluations is not a step time. Evaluations do not belong to the first step."""
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = least + sum(records[:6]) + (16 << 10)
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=gauge.capacity)
@@ -490,8 +489,8 @@ def test_nothing_is_on_trial_before_there_is_an_optimizer(gauge, clock, tmp_path
         assert engine.stats()["num_placement_rollbacks"] == 1
 
 
-def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gauge, tmp_path):
-    """What inputs do not show may take more than ever, as where experts have unequal shares; the step that is run again has all memory."""
+def test_after_a_failed_allocation_all_records_leave_and_are_placed_anew(gauge, tmp_path):
+    """Memory may grow with equal inputs, for example if experts have unequal shares. The step that is repeated has all memory."""
     sizes = [[16]] * 3
     with training(tiny_gpt, tmp_path, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         gauge.capacity = 1 << 40
@@ -501,7 +500,7 @@ def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gaug
     gauge.capacity = least + sum(records[:6]) + (16 << 10)
     with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
         counts = [train(model, engine, optimizer, sizes[:1], gauge)[0][1]]
-        gauge.failures += 1  # in an attempt at the second step
+        gauge.failures += 1  # in the first attempt of the second step
         before = model(*tokens(1, 0, batch=16))
         counts.append(len(engine.device_budget.promoted))
         del before
@@ -517,8 +516,8 @@ def test_after_an_allocation_that_failed_all_goes_home_and_is_measured_anew(gaug
     assert first > 0 == failed and again == settled < first and gauge.overflows == 0, counts
 
 
-def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, tmp_path):
-    """A step by layer holds a whole segment, of which the least budget knows nothing."""
+def test_ops_may_hold_more_than_the_least_memory_in_the_first_step(gauge, tmp_path):
+    """A layer-wise step holds a whole segment, which the least budget does not include."""
     gauge.capacity = 1 << 30
     options = {"accumulation_steps": 2}
 
@@ -541,8 +540,8 @@ def test_ops_that_hold_more_than_the_least_may_have_it_in_the_first_step(gauge, 
     assert_same_states(run(param_tier="nvme", optimizer_state_tier="nvme", residency="none"), run(param_tier="device", optimizer_state_tier="device"))
 
 
-def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_path):
-    """An evaluation scales rows of the embedding on the device; then the record leaves it before step()."""
+def test_weights_written_in_forward_leave_the_device_with_their_record(gauge, tmp_path):
+    """An evaluation scales rows of the embedding on the device. Then the record leaves the device before step()."""
     make = TRAITS["max_norm"]
     least, records = budgets(make, tmp_path, dtype="bf16")
 
@@ -568,7 +567,7 @@ def test_what_forward_wrote_to_a_weight_goes_home_with_its_record(gauge, tmp_pat
 
 
 @pytest.mark.parametrize("builds_graph", [True, False])
-def test_an_evaluation_says_nothing_of_what_training_needs(builds_graph, gauge, tmp_path):
+def test_an_evaluation_does_not_change_the_memory_planned_for_training(builds_graph, gauge, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = least + sum(records[:6]) + (16 << 10)
     with training(tiny_gpt, tmp_path, device_memory=least + sum(records[:8])) as (model, engine, optimizer):
@@ -580,11 +579,11 @@ def test_an_evaluation_says_nothing_of_what_training_needs(builds_graph, gauge, 
         train(model, engine, optimizer, [[16]], gauge)
         assert len(engine.device_budget.promoted) == before
         gauge.activations = 64 << 10
-        model(*tokens(3, batch=64))  # measured with a graph, it is known to fit, otherwise not
+        model(*tokens(3, batch=64))  # if the first pass had a graph, this batch is known to fit
         assert len(engine.device_budget.promoted) == (before if builds_graph else 0)
 
 
-def test_records_whose_weights_are_held_go_home_too(gauge, tmp_path):
+def test_records_whose_weights_are_held_leave_too(gauge, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = least + sum(records[:6]) + (64 << 10)
 
@@ -607,7 +606,7 @@ def test_records_whose_weights_are_held_go_home_too(gauge, tmp_path):
     assert_same_states(states, run(param_tier="host", optimizer_state_tier="host")[0])
 
 
-def test_a_model_that_ran_before_its_optimizer_was_made_gets_records_too(tmp_path):
+def test_records_come_to_the_device_after_evaluations_without_optimizer(tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, device_memory=least + sum(records[:6]))
     model = tiny_gpt()
@@ -632,7 +631,7 @@ def test_a_model_that_ran_before_its_optimizer_was_made_gets_records_too(tmp_pat
         ((), (), 1),
     ],
 )
-def test_growth_is_that_of_the_input_that_grows_most(shapes, seen, growth):
+def test_growth_is_the_largest_growth_of_any_input(shapes, seen, growth):
     assert margin._growth(shapes, seen) == growth
 
 
@@ -640,7 +639,7 @@ def test_growth_is_that_of_the_input_that_grows_most(shapes, seen, growth):
 
 
 def sized_gpt():
-    """0.17 B parameters; 2.3 GB with states and gradients in bf16."""
+    """0.17 B parameters, 2.3 GB with states and gradients in bf16."""
     return GPT(hidden=1024, layers=8, heads=16, vocab=32000, seq=512, checkpoint_activations=True)
 
 
@@ -665,15 +664,15 @@ def test_every_split_on_a_gpu_has_the_same_bits(deterministic, tmp_path):
     for losses, states in found[1:]:
         assert losses == found[0][0]
         assert_same_states(states, found[0][1])
-    assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # the last fits as a whole and has no other home
+    assert 0 == counts[0] == counts[3] < counts[1] < counts[2]  # with 8 GiB the whole model fits, and the device is the tier of all records
 
 
 @on_gpu
 @pytest.mark.parametrize("remains", [False, True], ids=["", "remains"])
 @pytest.mark.parametrize("home", [{"host_memory": "8GiB"}, {"host_memory": "400MiB"}], ids=["host", "nvme"])
-def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, deterministic, tmp_path):
-    """3.5 GiB may be used: too little for all records beside a batch of 4, and for most of them beside one of 8. With `remains`, 400 MiB
-    of them lie in a block of which the program still uses a part."""
+def test_a_gpu_that_is_almost_full_trains_with_twice_the_batch(home, remains, deterministic, tmp_path):
+    """The process may use 3.5 GiB. All records do not fit beside a batch of 4, and most do not fit beside a batch of 8. With `remains`, 400 MiB
+    are free in a block of the allocator, of which the program still uses a part."""
 
     def run(**config):
         found = []
@@ -689,7 +688,7 @@ def test_a_gpu_that_is_almost_full_takes_twice_the_batch(home, remains, determin
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(3.5 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     if remains:
-        torch.empty(450 << 20, dtype=torch.uint8, device="cuda")  # is kept by the allocator
+        torch.empty(450 << 20, dtype=torch.uint8, device="cuda")  # the allocator keeps this block
         used = torch.empty(50 << 20, dtype=torch.uint8, device="cuda")  # noqa: F841, from the same block
     try:
         losses, plans, counts = run(**home)

@@ -1,4 +1,4 @@
-"""Models whose parameters have different dtypes: each parameter keeps its own, in every tier, on every number of ranks, in checkpoints.
+"""Models whose parameters have different dtypes: each parameter keeps its dtype in every tier, on any number of ranks, in checkpoints.
 
 The engine's states equal the same arithmetic in plain PyTorch, bit by bit.
 """
@@ -20,7 +20,7 @@ from helpers import (
     states_of,
     training,
 )
-from test_ranks import ranks, worlds  # noqa: F401, which finds no use of a fixture
+from test_ranks import ranks, worlds  # noqa: F401, a fixture has no visible use
 from torch import nn
 from torch.nn import functional as F
 
@@ -99,7 +99,7 @@ def dtypes_of(model):
 
 
 def reference(make, steps, every=1):
-    """(model, optimizer) after as many steps, of `every` micro-batches, in plain PyTorch."""
+    """(model, optimizer) after `steps` steps of `every` micro-batches in plain PyTorch."""
     torch.manual_seed(0)
     model = make()
     optimizer = ReferenceAdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, dtype=None)
@@ -107,7 +107,7 @@ def reference(make, steps, every=1):
         totals = {}
         for micro in range(every):
             loss_of(model, batch(step * every + micro)).div(every).backward()
-            for param in optimizer.state:  # the engine adds up in fp32
+            for param in optimizer.state:  # the engine adds gradients up in fp32
                 totals[param] = totals.get(param, 0) + param.grad.float()
                 param.grad = None
         for param, total in totals.items():
@@ -169,7 +169,7 @@ def test_a_model_of_one_dtype_takes_the_dtype_of_the_configuration(tmp_path):
 
 
 @pytest.mark.parametrize("dtype, trains", [(torch.float64, True), (torch.float64, False), (torch.float8_e5m2, True)])
-def test_a_dtype_that_cannot_be_kept_is_refused_by_name(dtype, trains, tmp_path):
+def test_an_unsupported_dtype_is_refused_with_the_parameter_name(dtype, trains, tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].bias = nn.Parameter(model[1].bias.detach().to(dtype), requires_grad=trains)
     with pytest.raises(infinity.ConfigError, match=f"1.bias is {'trainable' if trains else 'frozen'} and of {dtype}"):
@@ -208,7 +208,7 @@ def test_an_fp16_part_has_a_loss_scale(tmp_path):
 
 
 def test_autocast_to_the_main_dtype_is_as_in_plain_pytorch(tmp_path):
-    """As trainers call adapters in fp32 over a bf16 base."""
+    """Trainers call fp32 adapters over a bf16 base in this way."""
     torch.manual_seed(0)
     plain = Model()
     optimizer = ReferenceAdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2, dtype=None)
@@ -273,11 +273,11 @@ def test_safetensors_have_every_dtype(tmp_path):
             assert_same_bits(value, expected[name], name)
 
 
-def test_a_checkpoint_of_other_dtypes_is_refused_by_name(tmp_path):
+def test_a_checkpoint_of_other_dtypes_is_refused_with_the_parameter_name(tmp_path):
     with training(Model, tmp_path / "a", dtype="bf16") as (model, engine, ours):
         infinity.save(tmp_path / "checkpoint", model, ours)
     with training(lambda: Model().bfloat16(), tmp_path / "b", dtype="bf16") as (model, engine, ours):
-        with pytest.raises(infinity.CheckpointError, match="blocks.0.norm.weight.* saved with dtype='fp32', this is 'bf16'"):
+        with pytest.raises(infinity.CheckpointError, match="blocks.0.norm.weight.* saved with dtype='fp32', expected 'bf16'"):
             infinity.load(tmp_path / "checkpoint", model, ours)
 
 
@@ -305,7 +305,7 @@ def test_on_cuda_every_tier_has_the_same_bits(make, tmp_path):
 
 
 def trained_on_ranks(folder, path=None, load=None, steps=range(3)):
-    """The same batch on every rank, so that the mean of the gradients is every rank's own."""
+    """Trains on the same batch on every rank. So the mean of the gradients is the gradient of each rank."""
     rank, _ = ranks()
     settings = {"dtype": "bf16", "optimizer_state_dtype": "fp32"} | NVME
     with training(Model, folder.with_name(f"{folder.name}-{rank}"), seed=0, **settings) as (model, engine, ours):
@@ -320,7 +320,7 @@ def trained_on_ranks(folder, path=None, load=None, steps=range(3)):
         return {name: {key: value.float() for key, value in states.items()} for name, states in states_of(engine, model).items()}
 
 
-def test_two_ranks_have_the_bits_of_one_and_resume_on_another_number(worlds, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_one_rank_and_resume_on_one(worlds, tmp_path):  # noqa: F811
     first, second = worlds(2).run(trained_on_ranks, tmp_path, path=tmp_path / "checkpoint")
     alone = trained_on_ranks(tmp_path / "alone")
     for name, states in alone.items():
@@ -333,7 +333,7 @@ def test_two_ranks_have_the_bits_of_one_and_resume_on_another_number(worlds, tmp
             assert torch.equal(resumed[name][key], value), (name, key)
 
 
-def test_dtypes_of_parameters_are_decided_once():
+def test_parameter_dtypes_follow_from_the_parameters_and_the_default():
     named = [("a", torch.empty(4, 4)), ("b", torch.empty(30, dtype=torch.bfloat16)), ("c", nn.Parameter(torch.empty(2, dtype=torch.float16)))]
     assert ParameterDtypes.of(named, "fp32") == ParameterDtypes(("fp32", "bf16", "fp16"), "bf16", True)
     assert ParameterDtypes.of(named[:1], "bf16") == ParameterDtypes(("bf16",), "bf16", False)

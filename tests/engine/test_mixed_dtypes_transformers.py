@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 from helpers import NVME, ReferenceAdamW, assert_equals_reference, run_micro_batches, states_of, training
-from test_ranks import ranks, worlds  # noqa: F401, which finds no use of a fixture
+from test_ranks import ranks, worlds  # noqa: F401, a fixture has no visible use
 from test_transformers import DECODER, EXPERTS
 
 import infinity
@@ -19,7 +19,7 @@ VOCAB = 96
 
 
 def in_fp32(module):
-    """As mixtures of experts call their routers: the weight and the input are fp32."""
+    """Mixtures of experts call their routers in this way: weight and input are fp32."""
     module.float()
     module.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
 
@@ -33,7 +33,7 @@ def mixtral():
 
 
 def deepseek():
-    """Its gate computes in fp32 whatever the weight is; this one keeps its weight in fp32, as published."""
+    """DeepSeek-V3's gate computes in fp32 for any weight dtype. Here the weight is fp32, as in the published model."""
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
     options = DECODER | {"num_key_value_heads": 4, "head_dim": 8} | ranks | experts
@@ -106,7 +106,7 @@ def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_accumulation_by_layer_has_the_bits_of_the_loop(name, tmp_path):
+def test_layer_wise_accumulation_has_the_bits_of_the_ordinary_loop(name, tmp_path):
     found = []
     for by_layer in (False, True):
         options = {"lr": 1e-3, "accumulation_steps": 2}
@@ -131,7 +131,7 @@ def on_ranks(folder, name, steps, save=None, load=None):
 
 @pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_save_and_one_goes_on(name, steps, worlds, tmp_path):  # noqa: F811
+def test_one_rank_resumes_the_checkpoint_of_two_ranks(name, steps, worlds, tmp_path):  # noqa: F811
     worlds(2).run(on_ranks, tmp_path / "two", name, range(steps // 2), save=tmp_path / "checkpoint")
     resumed = on_ranks(tmp_path / "one", name, range(steps // 2, steps), load=tmp_path / "checkpoint")
     expected = on_ranks(tmp_path / "all", name, range(steps))

@@ -1,4 +1,4 @@
-"""What the parts of a step rely on of each other: who counts, allocates and asks when. Each is a row of ARCHITECTURE.md's invariants."""
+"""Order and threads on which the parts of a step rely. Most tests belong to a row of the invariants in ARCHITECTURE.md."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ LAYERS = 6
 
 
 class Stack(nn.Module):
-    """Layers of a chunk each, of which a pass may leave some out."""
+    """Layers of one chunk each. A pass runs each `every`-th layer."""
 
     def __init__(self):
         super().__init__()
@@ -36,8 +36,8 @@ def train(model, optimizer, num_steps, every=lambda step: 1):
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """(model, engine, optimizer), with a chunk a layer and all on NVMe, after three steps that updated in backward."""
-    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
+    """(model, engine, optimizer) after three steps with updates in backward. Each layer is one chunk, all records are on NVMe."""
+    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # otherwise a slow drive puts updates off
     with training(Stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", device_memory="1MiB", **NVME) as made:
         model, engine, optimizer = made
         train(model, optimizer, 3)
@@ -45,8 +45,8 @@ def trained(tmp_path, monkeypatch):
         yield made
 
 
-def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
-    """It is counted as begun only afterwards: else its states, which it has just asked for, would look like the last to be used again."""
+def test_a_requested_update_record_has_the_nearest_next_use(trained, monkeypatch):
+    """The update counts as begun only after the request. Otherwise the requested states would appear to have the farthest next use."""
     model, engine, optimizer = trained
     request, seen = RecordMover.request, []
 
@@ -61,7 +61,7 @@ def test_what_an_update_asks_for_is_the_next_to_be_used(trained, monkeypatch):
     assert len(seen) == 2 * LAYERS and all(mine == least for mine, least in seen)
 
 
-def test_device_memory_is_allocated_and_freed_by_the_thread_that_runs_the_ops(trained, monkeypatch):
+def test_the_thread_that_runs_ops_allocates_and_frees_span_memory(trained, monkeypatch):
     model, engine, optimizer = trained
     threads = {"allocate": [], "free": []}
     for name, seen in threads.items():
@@ -73,8 +73,8 @@ def test_device_memory_is_allocated_and_freed_by_the_thread_that_runs_the_ops(tr
     assert all(len(seen) >= 2 * LAYERS and set(seen) == {threading.get_ident()} for seen in threads.values())
 
 
-def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(tmp_path, monkeypatch):
-    """Such a shard is not copied there, but its update, by the compute stream, may still be under way."""
+def test_a_gather_of_a_resident_shard_waits_for_earlier_device_work(tmp_path, monkeypatch):
+    """Such a shard needs no copy, but the compute stream may still update the shard."""
     queued = []
     with training(Stack, tmp_path, chunk_mib=1 / 16, param_tier="device", optimizer_state_tier="device") as (model, engine, optimizer):
         copy = engine.weights.lanes._run_copy
@@ -83,8 +83,8 @@ def test_a_gather_of_what_stays_on_the_device_waits_for_what_was_queued_before(t
     assert queued == ["event of the compute stream"] * LAYERS
 
 
-def test_distances_are_asked_for_by_another_thread_while_steps_take_other_routes(trained):
-    """As the thread that grants slots does, which has no lock in common with the one that takes a route or makes a plan."""
+def test_distances_may_be_read_while_steps_change_their_route(trained):
+    """The thread that grants slots reads distances, without a lock in common with the thread that takes a route or makes a plan."""
     model, engine, optimizer = trained
     asked, errors, over = [], [], threading.Event()
 

@@ -1,4 +1,4 @@
-"""Saving and loading beside what else goes on: interrupts of any handler, and other threads."""
+"""Saving and loading during interrupts of any signal handler, and in several threads."""
 
 import contextlib
 import random
@@ -24,7 +24,7 @@ def step(model, optimizer, number):
 
 
 def interrupted(work, seconds):
-    """Run it, with an interrupt of a handler of the program's own after so long, whether it has come while that ran."""
+    """Run `work` until a signal handler of the program interrupts the call after so many seconds. Returns whether the interrupt came inside."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -48,7 +48,7 @@ MOMENTS = [12, pytest.param(100, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("num", MOMENTS)
-def test_after_an_interrupt_inside_load_the_next_one_cures(tmp_path, num):
+def test_after_an_interrupt_inside_load_the_next_load_succeeds(tmp_path, num):
     chance, num_interrupted = random.Random(num), 0
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         step(model, optimizer, 0)
@@ -61,7 +61,7 @@ def test_after_an_interrupt_inside_load_the_next_one_cures(tmp_path, num):
             step(model, optimizer, 1)
             was = interrupted(load, chance.uniform(0.02, 1.1) * seconds)
             num_interrupted += was
-            if was:  # the old state, the new one, or a refusal that says what to do
+            if was:  # the old state, the new state, or a refusal with a remedy
                 try:
                     step(model, optimizer, 2)
                 except infinity.UsageError as error:
@@ -75,7 +75,7 @@ def test_after_an_interrupt_inside_load_the_next_one_cures(tmp_path, num):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("num", MOMENTS)
-def test_after_an_interrupt_inside_save_the_old_checkpoint_or_the_new_one_is_there(tmp_path, num, wait):
+def test_after_an_interrupt_inside_save_one_whole_checkpoint_exists(tmp_path, num, wait):
     chance, num_interrupted = random.Random(num), 0
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         saved, known = tmp_path / "saved", {}
@@ -90,8 +90,8 @@ def test_after_an_interrupt_inside_save_the_old_checkpoint_or_the_new_one_is_the
             step(model, optimizer, number)
             was = interrupted(lambda: save(number, wait), chance.uniform(0.02, 1.1) * seconds)
             num_interrupted += was
-            step(model, optimizer, number)  # goes on
-            infinity.save(tmp_path / "other", model, optimizer)  # waits for the one before, if that goes on
+            step(model, optimizer, number)  # training continues
+            infinity.save(tmp_path / "other", model, optimizer)  # waits for the end of the previous save
             found = infinity.load(saved, model, optimizer).extra
             assert found == number or (was and found == number - 1), (number, found)
             assert_same_states(states_of(engine, model), known[found], f"after interrupt {number}")
@@ -103,7 +103,7 @@ def test_after_an_interrupt_inside_save_the_old_checkpoint_or_the_new_one_is_the
 
 
 def elsewhere(work):
-    """What it raises in a thread of its own."""
+    """Run `work` in a new thread. Returns the exception, or None."""
     found = []
 
     def run():
@@ -118,7 +118,7 @@ def elsewhere(work):
     return found[0] if found else None
 
 
-def test_what_reads_or_changes_the_state_is_refused_in_other_threads_while_one_trains(tmp_path):
+def test_other_threads_may_not_read_or_change_the_state_during_training(tmp_path):
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         step(model, optimizer, 0)
         saved = tmp_path / "saved"
@@ -141,19 +141,19 @@ def test_what_reads_or_changes_the_state_is_refused_in_other_threads_while_one_t
         for name, call in calls.items():
             error = elsewhere(call)
             assert type(error) is infinity.UsageError and name in str(error) and "thread that calls step()" in str(error), (name, error)
-            call()  # the remedy
+            call()  # the remedy: a call in the training thread
         assert elsewhere(lambda: infinity.save(saved, model, optimizer, wait=False).wait()) is not None
         infinity.save(saved, model, optimizer, wait=False).wait()
 
 
-def test_the_thread_that_trains_may_change_once_the_first_one_has_ended(tmp_path):
+def test_another_thread_may_train_after_the_first_one_has_ended(tmp_path):
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         assert elsewhere(lambda: step(model, optimizer, 0)) is None
         infinity.save(tmp_path / "saved", model, optimizer)
         assert infinity.load(tmp_path / "saved", model, optimizer).step == 1
 
 
-def test_a_model_that_nobody_trains_is_used_and_read_in_any_thread(tmp_path):
+def test_a_model_between_steps_may_be_evaluated_in_any_thread(tmp_path):
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         step(model, optimizer, 0)
         with torch.no_grad():
@@ -164,11 +164,11 @@ def test_a_model_that_nobody_trains_is_used_and_read_in_any_thread(tmp_path):
             with torch.no_grad():
                 found.append(model(torch.ones(2, 48)))
 
-        assert elsewhere(serve) is None and torch.equal(found[0], expected)  # evaluation goes on as before
+        assert elsewhere(serve) is None and torch.equal(found[0], expected)  # the evaluation has the output of the training thread
 
 
 def test_each_checkpoint_of_another_thread_is_of_one_step_or_refused(tmp_path):
-    """The other thread begins before the first step, and tries again and again."""
+    """The other thread begins before the first step, and repeats the call until training ends."""
     known, made, refused, ended = {}, [], [], threading.Event()
 
     def digest(engine, model):
@@ -203,7 +203,7 @@ def test_each_checkpoint_of_another_thread_is_of_one_step_or_refused(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, SETTINGS, SETTINGS | {"update": "deferred"}])
-def test_passes_of_two_threads_come_one_after_the_other_or_the_second_is_refused(settings, tmp_path):
+def test_the_second_of_two_simultaneous_passes_is_refused(settings, tmp_path):
     def evaluate():
         with torch.no_grad():
             model(torch.ones(2, 48))
@@ -218,7 +218,7 @@ def test_passes_of_two_threads_come_one_after_the_other_or_the_second_is_refused
         with training(linears, tmp_path / str(disturbed), **settings) as (model, engine, optimizer):
             met = []
             step(model, optimizer, 0)
-            if disturbed:  # training is on its way
+            if disturbed:  # an evaluation during training
                 hook = model[1].register_forward_hook(lambda *_: refused())
             loss = model(torch.full((2, 48), 2.0)).square().mean()
             if disturbed:
@@ -233,17 +233,17 @@ def test_passes_of_two_threads_come_one_after_the_other_or_the_second_is_refused
                 assert elsewhere(evaluate) is None  # between two steps
                 hook = model[1].register_forward_hook(lambda *_: found.append(elsewhere(lambda: step(model, optimizer, 2))))
                 found = []
-                evaluate()  # is on its way
+                evaluate()  # a step during an evaluation
                 hook.remove()
                 assert "hold one threading.Lock" in str(found[0])
             step(model, optimizer, 2)
             states.append(states_of(engine, model))
-    assert_same_states(states[1], states[0], "beside evaluations that were refused")
+    assert_same_states(states[1], states[0], "with refused evaluations")
 
 
 @pytest.mark.parametrize("how", ["offload", "init"])
-def test_a_cell_of_a_notebook_is_run_again_without_close(how, tmp_path):
-    """Its names are those of the run before until they are bound anew; the directory is the same."""
+def test_a_notebook_cell_may_run_again_without_close(how, tmp_path):
+    """Until the cell assigns a name again, the name refers to an object of the previous run. The directory is the same."""
     made = {
         "offload": "model = linears()\ninfinity.offload(model, config)",
         "init": "with infinity.init(config):\n    model = linears()",
@@ -260,8 +260,8 @@ def test_a_cell_of_a_notebook_is_run_again_without_close(how, tmp_path):
     infinity.engine_of(names["model"]).close()
 
 
-def test_a_dropped_engine_gives_its_memory_back_before_the_next_one_takes_its_own(tmp_path):
-    """As a cell of a notebook that is run again; its directory may be another one."""
+def test_a_dropped_engine_ends_before_the_next_one_starts(tmp_path):
+    """A notebook cell that runs again drops the previous engine. The directory may differ."""
     num_threads = []
     for number in range(4):
         with contextlib.suppress(NameError):

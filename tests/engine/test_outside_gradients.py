@@ -1,4 +1,4 @@
-"""Gradients that the program asks for, sets, keeps or looks at by itself: plain PyTorch's result, or a refusal that names the remedy."""
+"""Gradients that the program computes, sets, keeps or reads itself: the result of plain PyTorch, or a refusal that names the remedy."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def assert_close(found, expected):
 
 
 def assert_as_plain(program, tmp_path, **config):
-    """The program(model, optimizer) ends with the weights that plain PyTorch has in the end."""
+    """Asserts that program(model, optimizer) ends with the weights of plain PyTorch."""
     expected = plainly()
     program(*expected)
     with training(mlp, tmp_path, **SGD, **config) as (model, engine, optimizer):
@@ -153,7 +153,7 @@ def test_gradients_set_by_the_program_train_as_in_plain_pytorch(program, place, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_look_at_gradients_returns_them_and_changes_no_state(place, tmp_path):
+def test_autograd_grad_returns_gradients_and_changes_no_state(place, tmp_path):
     plain, _ = plainly()
     expected = torch.autograd.grad(loss(plain, 0), list(plain.parameters()))
     with training(mlp, tmp_path, **PLACES[place]) as (model, engine, optimizer):
@@ -165,7 +165,7 @@ def test_a_look_at_gradients_returns_them_and_changes_no_state(place, tmp_path):
         assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_look_at_gradients_needs_no_optimizer(tmp_path):
+def test_autograd_grad_needs_no_optimizer(tmp_path):
     torch.manual_seed(0)
     model = mlp()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
@@ -173,25 +173,25 @@ def test_a_look_at_gradients_needs_no_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_look_inside_gathered_is_one_too(place, tmp_path):
+def test_autograd_grad_inside_gathered_returns_gradients(place, tmp_path):
     plain, _ = plainly()
     expected = torch.autograd.grad(loss(plain, 0), list(plain.parameters()))
     torch.manual_seed(0)
     model = mlp()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB", **PLACES[place])):
-        model(inputs(model, 0))  # starts the engine, which has no optimizer
+        model(inputs(model, 0))  # starts the engine without an optimizer
         for optimizer in (None, infinity.AdamW(model.parameters(), lr=1e-30)):
             with infinity.gathered(list(model.parameters())):
                 found = torch.autograd.grad(loss(model, 0), list(model.parameters()))
             for ours, wanted in zip(found, expected):
                 torch.testing.assert_close(ours, wanted)
         loss(model, 0).backward()
-        optimizer.step()  # and no zero_grad()
+        optimizer.step()  # without zero_grad()
         with infinity.gathered(list(model.parameters())):
             torch.autograd.grad(loss(model, 0), list(model.parameters()))
 
 
-def test_a_look_inside_gathered_with_a_loss_scale_is_refused(tmp_path):
+def test_autograd_grad_inside_gathered_with_a_loss_scale_is_refused(tmp_path):
     with training(mlp, tmp_path, dtype="fp16", **NVME) as (model, engine, optimizer):
         with pytest.raises(UsageError, match="autograd.grad of parameters with dtype='fp16'"), infinity.gathered(list(model.parameters())):
             torch.autograd.grad(loss_of(model(inputs(model, 0).half())), list(model.parameters()))
@@ -200,7 +200,7 @@ def test_a_look_inside_gathered_with_a_loss_scale_is_refused(tmp_path):
         optimizer.step()
 
 
-def test_a_gradient_in_place_of_one_that_has_left_is_refused(tmp_path):
+def test_a_gradient_that_replaces_one_of_the_engine_is_refused(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         before = states_of(engine, model)
         loss(model, 0).backward()
@@ -223,7 +223,7 @@ def test_gradients_set_after_updates_have_begun_are_refused(tmp_path):
             optimizer.step()
 
 
-def test_gradients_outside_of_backward_are_refused_with_a_loss_scale(tmp_path):
+def test_gradients_outside_backward_are_refused_with_a_loss_scale(tmp_path):
     with training(mlp, tmp_path, dtype="fp16", **NVME) as (model, engine, optimizer):
         with pytest.raises(UsageError, match="autograd.grad of parameters with dtype='fp16'"):
             torch.autograd.grad(loss_of(model(inputs(model, 0).half())), list(model.parameters()))
@@ -233,11 +233,11 @@ def test_gradients_outside_of_backward_are_refused_with_a_loss_scale(tmp_path):
             optimizer.step()
 
 
-def test_a_look_that_one_engine_refuses_ends_for_all(tmp_path):
+def test_autograd_grad_that_one_engine_refuses_ends_for_all_engines(tmp_path):
     with training(mlp, tmp_path, **SGD, **NVME) as (model, engine, optimizer), training(mlp, tmp_path, dtype="fp16") as (other, *_):
         with pytest.raises(UsageError, match="autograd.grad of parameters with dtype='fp16'") as refusal:
             torch.autograd.grad(loss(model, 0) + loss_of(other(inputs(other, 0).half())), [*model.parameters(), *other.parameters()])
-        assert refusal.tb is not None  # a notebook keeps the traceback, too
+        assert refusal.tb is not None  # a notebook keeps the traceback alive
         loss(model, 0).backward()
         optimizer.step()
         with pytest.raises(UsageError, match="zero_grad"):
@@ -295,13 +295,13 @@ def set_on_one_rank(folder):
             param.grad = torch.ones_like(param)
         if not engine.ranks.rank:
             model(*map(share, tokens(0, 0)))
-            engine.cycle.state.become(StepPhase.PASSING)  # as after a backward pass that brings nothing
+            engine.cycle.state.become(StepPhase.PASSING)  # the state after a backward pass without gradients of parameters
             engine.cycle.state.end_pass()
         with pytest.raises(UsageError, match="on all ranks"):
             optimizer.step()
 
 
-def test_a_gradient_that_one_rank_alone_sets_is_refused_on_all(world, tmp_path):
+def test_a_gradient_set_on_one_rank_only_is_refused_on_all_ranks(world, tmp_path):
     world.run(set_on_one_rank, tmp_path)
 
 
@@ -359,7 +359,7 @@ def test_a_backward_pass_that_would_add_to_the_last_step_is_refused(place, dropp
         optimizer.step()
 
 
-def test_accumulation_by_layer_after_a_step_without_zero_grad_is_refused(tmp_path):
+def test_layer_wise_accumulation_without_zero_grad_before_is_refused(tmp_path):
     with training(mlp, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
         batches = [inputs(model, step) for step in range(2)]
         infinity.accumulate(model, batches, lambda model, x: loss_of(model(x)))
@@ -396,7 +396,7 @@ def note_all(model, found):
 
 @pytest.mark.parametrize("when", ["before the engine", "before the optimizer", "after the optimizer", "in the second step"])
 @pytest.mark.parametrize("register", [note_accumulated, note_each, note_all], ids=lambda register: register.__name__)
-def test_hooks_find_the_gradients_that_plain_pytorch_has(register, when, tmp_path):
+def test_hooks_get_the_gradients_of_plain_pytorch(register, when, tmp_path):
     def program(make_optimizer, take=lambda model: None):
         torch.manual_seed(0)
         model, found, handles = mlp(), [], []
@@ -443,7 +443,7 @@ def test_a_hook_on_sums_of_several_passes_is_refused(by_layer, tmp_path):
 
 
 @pytest.mark.parametrize("view", [torch.Tensor.expand_as, torch.Tensor.view_as], ids=["expand_as", "view_as"])
-def test_a_hook_behind_the_accumulation_finds_that_the_gradient_has_left(view, tmp_path):
+def test_a_hook_after_the_accumulation_finds_a_placeholder(view, tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         param, found = next(model.parameters()), []
         like = view(param, param)

@@ -1,4 +1,4 @@
-"""Clipping as torch.nn.utils does it, over gradients that have left: what plain PyTorch computes, or an error with the remedy."""
+"""Clipping by torch.nn.utils over gradients that the engine has taken: the result of plain PyTorch, or an error with the remedy."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def world(tmp_path_factory):
     made.close()
 
 
-SGD = {"optimizer": infinity.SGD, "options": {"lr": 1.0}}  # what AdamW computes hardly depends on the length of gradients
+SGD = {"optimizer": infinity.SGD, "options": {"lr": 1.0}}  # an update of AdamW hardly depends on the length of gradients
 
 
 def plainly(make=mlp):
@@ -37,7 +37,7 @@ def plainly(make=mlp):
 
 
 def steps(model, optimizer, clip, micros=1):
-    """Losses and norms of some steps."""
+    """Losses and norms of STEPS steps."""
     found = []
     for step in range(STEPS):
         for micro in range(micros):
@@ -72,7 +72,7 @@ def twice(model, bound):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bound", [1e-3, 0.02, math.inf])
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clipping_by_torch_is_that_of_plain_pytorch(clip, bound, place, tmp_path):
+def test_clipping_by_torch_has_the_result_of_plain_pytorch(clip, bound, place, tmp_path):
     expected = steps(*plainly(), CLIPS[clip](bound))
     with training(mlp, tmp_path, update="deferred", **SGD, **PLACES[place]) as (model, engine, optimizer):
         assert steps(model, optimizer, CLIPS[clip](bound)) == pytest.approx(expected, rel=1e-5)
@@ -92,7 +92,7 @@ BETWEEN = {"evaluation": evaluation, "a forward pass": lambda model: loss_of(mod
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_runs_between_backward_and_clipping_takes_no_gradient_away(between, tmp_path):
+def test_passes_between_backward_and_clipping_keep_the_gradients(between, tmp_path):
     def clip(model, _):
         BETWEEN[between](model)
         return nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -102,7 +102,7 @@ def test_what_runs_between_backward_and_clipping_takes_no_gradient_away(between,
         assert steps(model, optimizer, clip) == pytest.approx(expected, rel=1e-5)
 
 
-def test_gradients_that_the_model_drops_after_an_evaluation_are_dropped(tmp_path):
+def test_model_zero_grad_after_an_evaluation_drops_the_gradients(tmp_path):
     def run(model, optimizer):
         for step in range(2):
             loss_of(model(inputs(model, step))).backward()
@@ -127,7 +127,7 @@ def test_gradients_of_several_passes_are_clipped_together(micros, tmp_path):
         assert steps(model, optimizer, clip, micros) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_negative_factor_turns_gradients_around_and_their_norm_is_none_the_less_a_norm(tmp_path):
+def test_a_negative_factor_of_gradients_keeps_the_norm_positive(tmp_path):
     def run(model, optimizer):
         for step in range(STEPS):
             loss_of(model(inputs(model, step))).backward()
@@ -144,15 +144,15 @@ def test_a_negative_factor_turns_gradients_around_and_their_norm_is_none_the_les
         assert optimizer.grad_norm > 0
 
 
-def test_the_optimizer_clips_what_the_program_has_clipped(tmp_path):
+def test_the_optimizer_clips_gradients_that_the_program_has_clipped(tmp_path):
     clip = CLIPS["clip_grad_norm_"](1e-3)
     with training(mlp, tmp_path, options={"max_grad_norm": 0.01}, **NVME) as (model, engine, optimizer):
         steps(model, optimizer, clip)
         assert optimizer.grad_norm == pytest.approx(1e-3, rel=1e-4)
 
 
-def test_parameters_of_others_count_in_the_norm(tmp_path):
-    """A head that is in no engine."""
+def test_parameters_without_an_engine_count_in_the_norm(tmp_path):
+    """The head has no engine."""
     clip = CLIPS["clip_grad_norm_"](1e-3)
 
     def run(model, optimizer):
@@ -172,7 +172,7 @@ def test_parameters_of_others_count_in_the_norm(tmp_path):
         assert run(model, optimizer) == pytest.approx(expected, rel=1e-5)
 
 
-def test_squares_are_summed_behind_the_backward_pass_once_the_norm_was_asked_for(tmp_path):
+def test_after_a_norm_request_squares_are_summed_in_backward(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         found = []
         for step in range(2):
@@ -184,7 +184,7 @@ def test_squares_are_summed_behind_the_backward_pass_once_the_norm_was_asked_for
         assert not any(found[0]) and all(found[1])
 
 
-def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
+def test_a_norm_that_is_nan_makes_every_weight_nan(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         handle = next(model.parameters()).register_hook(lambda grad: grad * math.nan)
         loss_of(model(inputs(model, 0))).backward()
@@ -194,7 +194,7 @@ def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
         assert all(engine.read_state(param)["weight"].isnan().all() for param in model.parameters())
 
 
-def test_what_comes_too_late_or_is_not_known_is_refused(tmp_path):
+def test_clipping_that_is_too_late_or_unknown_is_refused(tmp_path):
     with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         loss_of(model(inputs(model, 0))).backward()
         with pytest.raises(UsageError, match=r"max_grad_norm=.*math.inf"):
@@ -232,7 +232,7 @@ def test_what_comes_too_late_or_is_not_known_is_refused(tmp_path):
 
 
 def clipped(folder, bound):
-    """Of the GPT on a rank's share of the batch: norms, and its weights in the end."""
+    """Trains the GPT on the rank's share of the batch. Returns the norms and the last weights."""
     torch.manual_seed(0)
     model, norms = gpt(), []
     infinity.offload(model, settings(folder, update="deferred", param_tier="nvme", optimizer_state_tier="nvme"))
@@ -247,7 +247,7 @@ def clipped(folder, bound):
 
 
 @pytest.mark.parametrize("bound", [0.5, math.inf])
-def test_on_two_ranks_norm_and_clipping_are_those_of_one_process(world, tmp_path, bound):
+def test_two_ranks_have_the_norm_and_clipping_of_one_process(world, tmp_path, bound):
     torch.manual_seed(0)
     model, norms = gpt(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -263,7 +263,7 @@ def test_on_two_ranks_norm_and_clipping_are_those_of_one_process(world, tmp_path
 
 
 def clipped_alone(folder, ask):
-    """What each rank is told where one of them clips differently."""
+    """Asserts the error of each rank if one rank clips differently."""
     model = gpt()
     infinity.offload(model, settings(folder, update="deferred", param_tier="nvme", optimizer_state_tier="nvme"))
     optimizer = infinity.SGD(model.parameters(), lr=0.5)
@@ -277,12 +277,12 @@ def clipped_alone(folder, ask):
 
 
 @pytest.mark.parametrize("ask", ["one rank", "other bounds"])
-def test_ranks_that_clip_differently_are_told(world, tmp_path, ask):
+def test_ranks_that_clip_differently_are_refused(world, tmp_path, ask):
     world.run(clipped_alone, tmp_path, ask)
 
 
 @pytest.mark.parametrize("bound", [1e-3, math.inf])
-def test_clipping_needs_no_declaration_where_the_device_holds_all(bound, tmp_path):
+def test_clipping_needs_no_declaration_if_the_device_holds_all_records(bound, tmp_path):
     expected = steps(*plainly(), CLIPS["clip_grad_norm_"](bound))
     with training(mlp, tmp_path, **SGD) as (model, engine, optimizer):
         assert not engine.updater.deferred and all(chunk.on_device for chunk in engine.registry.chunks)

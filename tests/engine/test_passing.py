@@ -1,4 +1,4 @@
-"""Gradients through a model that has nothing to train, as in plain PyTorch: critics, teachers, bases, and what is frozen for some steps."""
+"""Gradients that pass through a frozen model, as in plain PyTorch: critics, teachers, bases, and models that are frozen for some steps."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def inputs(step, *shape):
 
 
 class Engines:
-    """Models of plain PyTorch, or the same ones in engines, each in a directory of its own."""
+    """The models of a program: in plain PyTorch, or each in an engine with a separate directory."""
 
     def __init__(self, directory=None, config=None):
         self.directory, self.config, self.engines = directory, config, []
@@ -47,7 +47,7 @@ class Engines:
     def take(self, model):
         if self.directory is not None:
             nvme = self.directory / f"swap{len(self.engines)}"
-            nvme.mkdir(exist_ok=True)  # another rank's, too
+            nvme.mkdir(exist_ok=True)  # another rank may have made the directory
             self.engines.append(infinity.offload(model, infinity.Config(swap_dirs=nvme, **CONFIG | self.config)))
         return model
 
@@ -63,7 +63,7 @@ class Engines:
             engine.close()
 
 
-# Programs: each yields numbers, a step at a time. `engines` takes their models.
+# Programs: each yields tensors, step by step. `engines` takes their models.
 
 
 def a_prompt_before_a_frozen_critic(engines, mode):
@@ -85,7 +85,7 @@ def a_prompt_before_a_frozen_critic(engines, mode):
             loss = loss + critic(prompt * x).sum()
         if mode == "many":
             for _ in range(20):
-                critic(x)  # whose graphs nobody uses
+                critic(x)  # these graphs are never used
         loss.backward(retain_graph=mode == "retained")
         if mode == "retained":
             loss.backward()
@@ -96,7 +96,7 @@ def a_prompt_before_a_frozen_critic(engines, mode):
 
 
 def a_frozen_teacher(engines, mode):
-    """Distillation of outputs, and of features through a layer that is the student's own."""
+    """Distillation of outputs. If `mode` is "perceptual", the student's output also passes through the teacher."""
     teacher, student, head = engines.take(made(0).requires_grad_(False)), engines.take(made(1)), nn.Linear(H, H)
     optimizer = engines.optimizer(student)
     for step in range(4):
@@ -117,7 +117,7 @@ def a_frozen_teacher(engines, mode):
 
 
 def two_that_play_against_each_other(engines, mode):
-    """Each is frozen while the other one trains."""
+    """Each model is frozen while the other one trains."""
     generator, critic = engines.take(made(0)), engines.take(made(1, lambda: net(outputs=1)))
     ours, theirs = engines.optimizer(generator), engines.optimizer(critic, 2 if mode == "accumulated" else 1)
     for step in range(5):
@@ -152,7 +152,7 @@ def improve_critic(generator, critic, optimizer, step, mode):
 
 
 def between_backward_and_step(engines, mode):
-    """Gradients pass through a model, frozen for that, which waits for its own step; and before its own backward pass."""
+    """Gradients pass through a model that is frozen for this pass, before the model's own backward pass, or between this and step()."""
     critic, prompt = engines.take(made(0)), nn.Parameter(torch.zeros(H))
     optimizer = engines.optimizer(critic)
     for step in range(4):
@@ -174,7 +174,7 @@ def between_backward_and_step(engines, mode):
 
 
 def adapters_beside_a_frozen_base(engines, mode):
-    """Layers that were added after the engine took the base, and are not its own."""
+    """Layers that were added after the engine took the base. The engine does not manage them."""
     base = engines.take(made(0).requires_grad_(False))
     torch.manual_seed(1)
     adapters = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
@@ -206,8 +206,8 @@ PROGRAMS = {
 @pytest.mark.parametrize(
     "program, mode", [pytest.param(p, m, id=f"{p.__name__}-{m}") for p, modes in PROGRAMS.items() for m in modes]
 )
-def test_gradients_pass_through_as_in_plain_pytorch(program, mode, place, tmp_path):
-    shown = {"update": "deferred"} if program is between_backward_and_step else {}  # else weights are of two steps until step()
+def test_gradients_pass_through_frozen_models_as_in_plain_pytorch(program, mode, place, tmp_path):
+    shown = {"update": "deferred"} if program is between_backward_and_step else {}  # an update in backward would mix weights of two steps
     engines = Engines(tmp_path, PLACES[place] | shown)
     expected = [value.detach().clone() for value in program(Engines(), mode)]
     got = [value.detach().clone() for value in program(engines, mode)]
@@ -217,21 +217,21 @@ def test_gradients_pass_through_as_in_plain_pytorch(program, mode, place, tmp_pa
     engines.close()
 
 
-def test_a_frozen_model_is_fetched_ahead_and_remembers_no_more_than_a_pass(tmp_path):
+def test_a_frozen_model_is_fetched_ahead_and_keeps_a_bounded_trace(tmp_path):
     critic, prompt, late = made(0).requires_grad_(False), torch.zeros(5, H, requires_grad=True), []
     with infinity.offload(critic, infinity.Config(swap_dirs=tmp_path, **CONFIG | NVME)) as engine:
         for _ in range(5):
             critic(prompt).sum().backward()
             late.append(engine.stats()["num_prefetch_misses"])
         assert engine.stats()["num_prefetch_plans"] == 1
-        assert late[1:] == late[1:2] * 4  # from the second pass on every fetch was ahead of its op
+        assert late[1:] == late[1:2] * 4  # from the second pass on, every fetch was ahead of its op
         uses = len(engine.course.trace)
         for step in range(200):
             critic(prompt)
         assert len(engine.course.trace) <= 16 * uses
 
 
-def test_a_step_after_passes_that_brought_nothing_changes_nothing(tmp_path):
+def test_a_step_after_passes_without_gradients_changes_nothing(tmp_path):
     model = made(0)
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, **CONFIG)) as engine:
         optimizer = infinity.AdamW(model.parameters())
@@ -246,7 +246,7 @@ def test_a_step_after_passes_that_brought_nothing_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_what_trains_without_an_optimizer_is_refused_with_the_lines_that_help(through, tmp_path):
+def test_training_without_an_optimizer_is_refused_with_a_remedy(through, tmp_path):
     model = made(0)
     x = torch.zeros(5, H, requires_grad=through)
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, **CONFIG)):
@@ -262,7 +262,7 @@ def test_what_trains_without_an_optimizer_is_refused_with_the_lines_that_help(th
             optimizer.step()
 
 
-# Two ranks, with the same inputs, so that they share gradients that are alike.
+# Two ranks with the same inputs, so their gradients are equal.
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def two_ranks(tmp_path_factory):
 
 
 def values_of(program, mode, directory, config):
-    """Run by every rank."""
+    """Runs on every rank."""
     engines = Engines(directory, config)
     values = [value.detach().clone() for value in globals()[program](engines, mode)]
     engines.close()
@@ -283,7 +283,7 @@ def values_of(program, mode, directory, config):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["roomy", "nvme"])
 @pytest.mark.parametrize("program, mode", [(two_that_play_against_each_other, "plain"), (a_frozen_teacher, "perceptual")])
-def test_gradients_pass_through_on_two_ranks_as_on_one(program, mode, place, two_ranks, one_thread, tmp_path):
+def test_gradients_pass_through_frozen_models_on_two_ranks_as_on_one(program, mode, place, two_ranks, one_thread, tmp_path):
     expected = [value.detach().clone() for value in program(Engines(), mode)]
     for got in two_ranks.run(values_of, program.__name__, mode, tmp_path, PLACES[place]):
         for index, values in enumerate(zip(got, expected, strict=True)):

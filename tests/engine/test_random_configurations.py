@@ -1,4 +1,4 @@
-"""Configurations made by a seed have the bits of plain PyTorch; a seed that fails stands for itself in `pytest -k`."""
+"""Random configurations have the bits of plain PyTorch. The test id contains the seed, so `pytest -k` repeats a failure."""
 
 import functools
 import random
@@ -16,7 +16,7 @@ NUM_STEPS = 4
 
 
 def configuration(seed):
-    """(fields of Config, options of the optimizer, how the loop goes)."""
+    """(fields of Config, options of the optimizer, options of the loop)."""
     draw = random.Random(seed)
     dtype = draw.choice(["fp32", "bf16"])
     config = {
@@ -58,7 +58,7 @@ def groups_of(model):
 
 
 def reference_step(model, reference, step, parts, seed):
-    """Losses of all backward passes, and the sums of gradients in fp32 by parameter."""
+    """Losses of all backward passes, and the fp32 sum of gradients of each parameter."""
     losses, sums = [], {}
     for part in range(parts):
         x, y = batch(100 * seed + 10 * step + part)
@@ -106,7 +106,7 @@ def train_and_compare(seed, directory):
 
 
 def follow(reference, sums, optimizer, max_grad_norm):
-    """Update the reference; with clipping, by the norm that the engine has, which is compared with torch's."""
+    """Update the reference. Clipping uses the engine's norm, which is compared with torch's norm."""
     factor = 1.0
     if max_grad_norm is not None:
         norm = torch.linalg.vector_norm(torch.stack([gradient.double().norm() for gradient in sums.values()])).item()

@@ -1,4 +1,4 @@
-"""Models made by a seed have the bits of the ordinary loop in `infinity.accumulate`; a seed that fails stands for itself in `pytest -k`."""
+"""Random models have the bits of the ordinary loop in `infinity.accumulate`. The test id has the seed, so `pytest -k` repeats a failure."""
 
 import functools
 import random
@@ -49,7 +49,7 @@ def run(seed, by_layer, directory):
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(100))
-def test_a_random_model_by_layer_has_the_bits_of_the_ordinary_loop(seed, tmp_path):
+def test_a_random_model_trained_layer_wise_has_the_bits_of_the_loop(seed, tmp_path):
     expected_losses, expected = run(seed, False, tmp_path)
     losses, states = run(seed, True, tmp_path)
     assert losses == expected_losses

@@ -1,5 +1,5 @@
-"""The split update: of the updates of a backward pass some follow step(), whichever these are with the same bits, and none whose gradient has
-no place to wait in."""
+"""The split update: some updates of a backward pass are put off until after step(). Any choice of these has the same bits.
+No update is put off if its gradient has no place to wait."""
 
 import itertools
 import threading
@@ -26,7 +26,7 @@ def stack():
 
 
 class Blocks(nn.Module):
-    """As `stack`, of blocks that accumulation by layer finds."""
+    """The layers of `stack` in a list of blocks, which layer-wise accumulation needs."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def loss_of(output, target=None):
 
 
 def split(engine, crowded):
-    """Have drives be behind, as `crowded` says of one update after the other. Returns the indices of the chunks that are put off."""
+    """Simulate slow drives: `crowded` says for each update in turn whether drives are behind. Returns the list of chunks put off."""
     engine.start()
     answers = itertools.cycle(crowded)
     engine.records.is_crowded = lambda kind: next(answers)
@@ -66,7 +66,7 @@ def note_put_off(engine):
 
 
 def run(directory, kind, crowded=(False,), *, steps=5, **config):
-    """Losses, states and the chunks put off."""
+    """Losses, states, and the chunks put off."""
     options = {"accumulation_steps": MICROS} if kind != "ordinary" else {}
     losses = []
     with training(Blocks if kind != "ordinary" else stack, directory, options=options, **SIZES | NVME | config) as (model, engine, optimizer):
@@ -82,7 +82,7 @@ def run(directory, kind, crowded=(False,), *, steps=5, **config):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ordinary", "accumulated", "by layer"])
-def test_whichever_updates_are_put_off_the_bits_are_the_same(kind, dtype, tmp_path):
+def test_any_choice_of_updates_that_are_put_off_has_the_same_bits(kind, dtype, tmp_path):
     expected_losses, expected_states, put_off = run(tmp_path, kind, update="deferred", dtype=dtype)
     assert not put_off
     for crowded in ([False], [True], [True, False], [False, False, False, True]):
@@ -95,7 +95,7 @@ def test_whichever_updates_are_put_off_the_bits_are_the_same(kind, dtype, tmp_pa
 
 
 @pytest.mark.parametrize("changes", [{"residency": "auto", "host_memory": "700KiB"}, {"compression": "on"}, {"optimizer_state_dtype": "bf16"}], ids=str)
-def test_put_off_updates_of_other_placements_and_formats_have_the_same_bits(changes, tmp_path):
+def test_updates_put_off_in_other_placements_have_the_same_bits(changes, tmp_path):
     config = {"dtype": "bf16"} | changes
     losses, states, _ = run(tmp_path, "ordinary", update="deferred", **config)
     found_losses, found_states, put_off = run(tmp_path, "ordinary", [True, False], update="backward", **config)
@@ -103,10 +103,10 @@ def test_put_off_updates_of_other_placements_and_formats_have_the_same_bits(chan
     assert_same_states(found_states, states)
 
 
-def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward_pass(tmp_path):
-    """Held up in their lane, those that have begun pin two thirds of the slots: the others are announced by step(), and begin as they are needed."""
+def test_updates_are_put_off_while_earlier_updates_hold_the_slots(tmp_path):
+    """Updates that are blocked in their lane pin two thirds of the slots. step() announces the others, which begin when they are needed."""
     make = lambda: nn.Sequential(*stack(), *stack(), *stack())
-    places = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "update": "backward"}  # gradients find places of their own
+    places = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "update": "backward"}  # each gradient has a place in host memory
     with training(make, tmp_path, **SIZES | places) as (model, engine, optimizer):
         goes_on = threading.Event()
 
@@ -118,8 +118,8 @@ def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward
             optimizer.step()
             optimizer.zero_grad()
 
-        for number in range(2):  # now the plan knows when gradients are complete
-            step(number, settles=True)  # what a slow drive has not written as step() ends would mark the next updates
+        for number in range(2):  # after these steps, the plan knows when gradients are complete
+            step(number, settles=True)  # otherwise writes of a slow drive at the end of step() would mark the next updates
         engine.flush()
         chunks, num_slots = engine.registry.chunks, engine.placement.slots[STATES]
         assert num_slots < len(chunks) and engine.placement.slots[GRADIENTS] == 0
@@ -128,7 +128,7 @@ def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward
         engine.updater.lane.on_job = goes_on.wait
         step(2)
         goes_on.set()
-        assert put_off[-1] == 0 and put_off == sorted(put_off, reverse=True)  # as the backward pass comes to them
+        assert put_off[-1] == 0 and put_off == sorted(put_off, reverse=True)  # in the order of the backward pass
         assert 2 / 3 * num_slots <= len(chunks) - len(put_off) <= 5 / 3 * num_slots
         step(3)
         engine.flush()
@@ -136,7 +136,7 @@ def test_updates_that_are_behind_let_those_that_follow_wait_for_the_next_forward
 
 
 @pytest.mark.parametrize("num_more, puts_off", [(0, False), (8, True)])
-def test_no_update_is_put_off_for_whose_gradient_there_are_only_the_slots_that_others_pass_through(num_more, puts_off, tmp_path):
+def test_no_update_is_put_off_with_only_the_fewest_gradient_slots(num_more, puts_off, tmp_path):
     config = NVME | {"chunk_mib": 1 / 16, "update": "backward"}
     config["host_memory"] = helpers.least_host_memory(stack, tmp_path, **config) + num_more * (256 << 10)
     with training(stack, tmp_path, **config) as (model, engine, optimizer):
@@ -150,7 +150,7 @@ def test_no_update_is_put_off_for_whose_gradient_there_are_only_the_slots_that_o
 
 
 @pytest.mark.parametrize("crowded", [[True], [False, True]], ids=str)
-def test_what_is_refused_does_not_depend_on_what_was_put_off(crowded, tmp_path):
+def test_refusals_do_not_depend_on_the_updates_that_are_put_off(crowded, tmp_path):
     with training(stack, tmp_path, update="backward", **SIZES | NVME) as (model, engine, optimizer):
         put_off = split(engine, crowded)
         for step in range(2):
@@ -166,8 +166,8 @@ def test_what_is_refused_does_not_depend_on_what_was_put_off(crowded, tmp_path):
         optimizer.step()
 
 
-def test_after_a_backward_pass_that_failed_a_checkpoint_is_loaded_and_nothing_put_off_is_left(tmp_path):
-    """The gradient that waited is forgotten: it would be added to the next one."""
+def test_loading_after_a_failed_backward_drops_updates_that_were_put_off(tmp_path):
+    """The gradient that waited is dropped. Otherwise the next gradient would be added."""
 
     class Failing(nn.Module):
         def __init__(self):
@@ -210,8 +210,8 @@ def test_after_a_backward_pass_that_failed_a_checkpoint_is_loaded_and_nothing_pu
         assert_same_states(states_of(engine, model), expected)
 
 
-def test_old_weights_that_come_to_the_device_once_their_update_is_put_off_are_gone_after_step(tmp_path):
-    """A pass that leaves its plan fetches ahead what the plan uses later. Spans that stay on the device would still have it in the next one."""
+def test_old_weights_leave_the_device_after_step_if_updates_are_put_off(tmp_path):
+    """A pass that leaves its plan prefetches weights that the plan uses later. Spans that stay on the device must not keep old weights."""
 
     class Ordered(nn.Module):
         def __init__(self):

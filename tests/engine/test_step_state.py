@@ -32,7 +32,7 @@ def test_damage_changes_only_as_its_table_allows(before, after, state):
 
 @pytest.mark.parametrize("begun_in", [EMPTY, BETWEEN])
 @pytest.mark.parametrize("has_updated, damage", [(False, Damage.GRADIENTS), (True, Damage.WEIGHTS)])
-def test_a_pass_that_raises_leaves_its_damage(begun_in, has_updated, damage, state):
+def test_a_pass_that_raises_sets_the_damage(begun_in, has_updated, damage, state):
     state.phase = begun_in
     state.become(RECEIVING)
     state.fail_pass(has_updated=has_updated)
@@ -63,7 +63,7 @@ def test_passes_and_steps_are_counted(state):
     assert state.is_closed
 
 
-def test_a_loop_leads_each_step_through_its_phases(tmp_path, monkeypatch):
+def test_a_training_loop_takes_each_step_through_its_phases(tmp_path, monkeypatch):
     phases = []
     become = StepState.become
     monkeypatch.setattr(StepState, "become", lambda self, phase: (become(self, phase), phases.append(phase)))
@@ -76,7 +76,7 @@ def test_a_loop_leads_each_step_through_its_phases(tmp_path, monkeypatch):
     assert phases == 2 * (2 * [EXPECTING, RECEIVING, BETWEEN] + [EMPTY]) + [CLOSED]
 
 
-def test_a_backward_pass_whose_end_raises_has_failed(tmp_path, monkeypatch):
+def test_a_backward_pass_whose_end_raises_counts_as_failed(tmp_path, monkeypatch):
     with training(mlp, tmp_path) as (model, engine, optimizer):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(engine.gradients, "hurry", lambda: 1 / 0)

@@ -1,6 +1,6 @@
-"""Traces: what a run notes, the file for Perfetto, and the table of shares. Times of real runs are compared for order only.
+"""Traces: the events of a run, the file for Perfetto, and the table of shares. Times of real runs are compared only for their order.
 
-Long because the noting, the file and the table are tried on the same traced runs.
+Long because events, file and table are tested on the same traced runs.
 """
 
 import json
@@ -33,7 +33,7 @@ def run_steps(model, optimizer, steps):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """(rank's trace, JSON of the file, chunks of each op, slots by kind) of a run with recomputation, all on NVMe."""
+    """A run with recomputation and all records on NVMe: (trace of the rank, JSON of the file, chunks of each op, slots of each kind)."""
     folder = tmp_path_factory.mktemp("traced")
     with training(lambda: tiny_gpt(checkpoint_activations=True), folder / "swap", trace=True, **NVME) as (model, engine, optimizer):
         run_steps(model, optimizer, STEPS)
@@ -48,10 +48,10 @@ def of(trace, lane):
     return [piece for piece in trace.slices if piece.lane == lane]
 
 
-# What a run notes
+# Events of a run
 
 
-def test_every_lane_of_one_rank_is_there(traced):
+def test_a_trace_of_one_rank_has_every_lane(traced):
     trace, value, _, _ = traced
     assert {piece.lane for piece in trace.slices} >= {STEP, COMPUTE, STALL, "nvme_read", "h2d", "d2h", "update", "nvme_write"}
     assert not of(trace, "all_gather") and not of(trace, "reduce_scatter")
@@ -60,7 +60,7 @@ def test_every_lane_of_one_rank_is_there(traced):
     assert trace.num_left_out == 0
 
 
-def test_steps_follow_on_each_other(traced):
+def test_each_step_begins_at_the_end_of_the_step_before(traced):
     steps = of(traced[0], STEP)
     assert [step.name for step in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
     assert all(before.end == after.start for before, after in zip(steps, steps[1:]))
@@ -77,7 +77,7 @@ def test_no_op_computes_while_the_training_thread_waits(traced):
         assert not [piece for piece in of(trace, COMPUTE) if piece.start < stall.end and stall.start < piece.end], stall
 
 
-def test_an_op_computes_forward_then_again_then_backward(traced):
+def test_an_op_computes_forward_then_recompute_then_backward(traced):
     trace = traced[0]
     last = of(trace, STEP)[-1]
     inside = [piece for piece in of(trace, COMPUTE) if last.start <= piece.start < last.end]
@@ -88,14 +88,14 @@ def test_an_op_computes_forward_then_again_then_backward(traced):
     assert first["blocks.1.attention.qkv", "backward"] < first["blocks.0.attention.qkv", "backward"]
 
 
-def test_a_chunk_is_read_then_copied_then_computed_with(traced):
+def test_a_chunk_is_read_then_copied_then_used(traced):
     trace, _, chunks, _ = traced
     reads = {f"{title} weights": title for titles in chunks.values() for title in titles}
     ready, copied = {}, {}  # when each chunk's weights were last in host memory, and on the device
-    # A read's end is noted by a thread of its own, maybe after the copy that waited for the same bytes has begun: its start counts.
+    # A separate thread notes the end of a read, maybe after the copy that waited for its bytes has begun. So the start of the read counts.
     order = sorted(trace.slices, key=lambda piece: piece.start if piece.lane in (COMPUTE, "nvme_read") else piece.end)
     num_copies = num_ops = 0
-    begin = of(trace, STEP)[1].start  # what was written at the start may still be in host memory before
+    begin = of(trace, STEP)[1].start  # before step 2, initial values may still be in host memory
     for piece in order:
         if piece.lane == "nvme_read" and piece.name in reads:
             ready[reads[piece.name]] = piece.start
@@ -118,11 +118,11 @@ def test_a_record_is_updated_before_it_is_written(traced):
     for piece in sorted(trace.slices, key=lambda piece: (piece.end if piece.lane == "update" else piece.start)):
         if piece.lane == "update":
             updated[piece.name] = piece.end
-        elif piece.lane == "nvme_write" and piece.start > of(trace, STEP)[0].end:  # before come the initial values
+        elif piece.lane == "nvme_write" and piece.start > of(trace, STEP)[0].end:  # earlier writes are the initial values
             assert updated[piece.name.rsplit(" ", 1)[0]] <= piece.start
 
 
-def test_bytes_of_the_lanes_are_those_of_the_meters(tmp_path):
+def test_the_trace_has_the_bytes_and_waits_of_the_meters(tmp_path):
     with training(tiny_gpt, tmp_path / "swap", trace=True, **NVME) as (model, engine, optimizer):
         run_steps(model, optimizer, 2)
         engine.flush()
@@ -133,7 +133,7 @@ def test_bytes_of_the_lanes_are_those_of_the_meters(tmp_path):
             assert waited == pytest.approx(stats[link]["stall_seconds"])
 
 
-def test_without_tracing_nothing_is_noted(tmp_path):
+def test_without_tracing_there_are_no_events(tmp_path):
     with training(tiny_gpt, tmp_path / "swap", **NVME) as (model, engine, optimizer):
         run_steps(model, optimizer, 2)
         assert not engine.events.trace and engine.events.timeline is None
@@ -141,14 +141,14 @@ def test_without_tracing_nothing_is_noted(tmp_path):
             save_trace(tmp_path / "trace.json", model)
 
 
-def test_a_trace_is_asked_for_too_early(tmp_path):
+def test_save_trace_before_any_event_is_refused(tmp_path):
     with training(tiny_gpt, tmp_path / "swap", trace=True, **NVME) as (model, engine, optimizer):
         engine.events._trace.clear()
         with pytest.raises(UsageError, match="nothing has run yet"):
             save_trace(tmp_path / "trace.json", model)
 
 
-def test_an_op_ends_where_another_begins_and_pauses_where_the_thread_waits(monkeypatch):
+def test_an_op_ends_when_the_next_begins_and_pauses_during_waits(monkeypatch):
     events = Events(tracing=True)
     events.timeline = timeline = Timeline(events)
     clock = iter([1.0, 2.0, 5.0])
@@ -167,7 +167,7 @@ def test_an_op_ends_where_another_begins_and_pauses_where_the_thread_waits(monke
 
 
 class ScriptedEvent:
-    """A timing event of a device that runs behind: `clock` is [host's time, device's time, what the device has passed]."""
+    """A timing event of a device that runs behind the host. `clock` is [host time, device time of the queue's end, device time reached]."""
 
     clock = [0.0, 0.0, 0.0]
 
@@ -175,7 +175,7 @@ class ScriptedEvent:
         assert enable_timing
 
     def record(self, stream):
-        self.at = self.clock[1]  # when the device gets there
+        self.at = self.clock[1]  # device time at which the device reaches the event
 
     def query(self):
         return self.at <= self.clock[2]
@@ -190,7 +190,7 @@ class ScriptedEvent:
 
 @pytest.fixture
 def device(monkeypatch):
-    """(clock, events) with the timeline of a CUDA device whose own clock began at 1000.0 when the host's was 50.0."""
+    """(clock, events) with the timeline of a CUDA device. The device clock is 1000.0 when the host clock is 50.0."""
     clock = ScriptedEvent.clock = [50.0, 1000.0, 1000.0]
     monkeypatch.setattr("torch.cuda.Event", ScriptedEvent)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
@@ -201,16 +201,16 @@ def device(monkeypatch):
     return clock, events
 
 
-def test_what_a_cuda_device_computes_is_told_once_it_has_passed(device):
+def test_a_cuda_op_is_reported_after_the_device_has_passed_it(device):
     clock, events = device
     clock[:2] = 50.1, 1001.0
     events.timeline.begin("forward", "a")
-    clock[:2] = 50.2, 1003.0  # the thread runs ahead
+    clock[:2] = 50.2, 1003.0  # the thread runs ahead of the device
     events.timeline.begin("forward", "b")
     clock[:2] = 50.3, 1004.5
     events.timeline.end()
     events.step_done()
-    assert [event.lane for event in events.trace] == [STEP]  # nothing has passed, and nobody waits
+    assert [event.lane for event in events.trace] == [STEP]  # the device has passed no event, and step_done() does not wait
     clock[0], clock[2] = 53.5, 1003.2
     events.step_done()
     assert [event for event in events.trace if event.lane == COMPUTE] == [Event(COMPUTE, ("forward", "a"), 51.0, 53.0)]
@@ -219,7 +219,7 @@ def test_what_a_cuda_device_computes_is_told_once_it_has_passed(device):
     assert events.trace[-1] == Event(COMPUTE, ("forward", "b"), 53.0, 54.5)
 
 
-def test_transfers_and_waits_of_a_cuda_device_have_its_times(device):
+def test_transfers_and_waits_of_a_cuda_device_have_device_times(device):
     clock, events = device
     first = events.device_mark()
     clock[:2] = 50.1, 1002.0
@@ -230,26 +230,26 @@ def test_transfers_and_waits_of_a_cuda_device_have_its_times(device):
     clock[0] = 60.0
     events.timeline.resolve(wait=True)
     assert events.trace == [Event("h2d", 7, 50.0, 52.0, 100), Event(STALL, ("h2d", 7), 52.0, 52.25)]
-    assert events.meters["h2d"].busy_seconds == pytest.approx(0.1)  # which are as they are without a trace
+    assert events.meters["h2d"].busy_seconds == pytest.approx(0.1)  # the meters are the same without a trace
 
 
-def test_clocks_that_drift_are_held_together(device):
+def test_a_clock_drift_between_host_and_device_is_corrected(device):
     clock, events = device
-    clock[:] = 5050.0, 5999.0, 5999.0  # a second less has passed for the device
+    clock[:] = 5050.0, 5999.0, 5999.0  # the device clock is a second behind
     events.timeline.begin("forward", "a")
     clock[:] = 5051.0, 6000.0, 6000.0
     events.timeline.end()
     events.timeline.resolve()
     assert events.trace == [Event(COMPUTE, ("forward", "a"), 5050.0, 5051.0)]
-    clock[:] = 5052.0, 6009.0, 6009.0  # and now seconds more
+    clock[:] = 5052.0, 6009.0, 6009.0  # the device clock jumps eight seconds ahead
     events.timeline.begin("forward", "b")
     events.timeline.end()
     events.timeline.resolve()
     assert events.trace[-1] == Event(COMPUTE, ("forward", "b"), 5052.0, 5052.0)
 
 
-def test_a_thread_that_was_held_up_lets_no_ops_overlap(device):
-    """The first mark is told two seconds late; a transfer's marks, which cannot lie in the future, bring the time back."""
+def test_a_delayed_thread_does_not_make_ops_overlap(device):
+    """The first mark is noted two seconds late. The marks of a transfer, which cannot be in the future, correct the time."""
     clock, events = device
     clock[:2] = 53.0, 1001.0
     events.timeline.begin("forward", "a")
@@ -285,7 +285,7 @@ def test_a_cuda_run_has_all_lanes(tmp_path, weights):
     assert 0 < breakdown([trace])["lanes"][COMPUTE]["busy_share"] <= 1
 
 
-def test_too_many_events_push_out_the_oldest():
+def test_above_max_events_the_oldest_events_are_dropped():
     events = Events(tracing=True, max_events=3)
     for number in range(5):
         events.mark("nvme_read", number, number, number + 1.5)
@@ -293,14 +293,14 @@ def test_too_many_events_push_out_the_oldest():
     assert (events.num_left_out, events.complete_since) == (2, 2.5)
 
 
-def test_a_long_run_keeps_its_last_steps(tmp_path, capsys):
+def test_a_long_trace_keeps_its_last_steps(tmp_path, capsys):
     with training(tiny_gpt, tmp_path / "swap", trace=True, chunk_mib=1 / 64, **NVME) as (model, engine, optimizer):
         engine.events.max_events = 500
         run_steps(model, optimizer, 6)
         save_trace(tmp_path / "trace.json", model)
         assert len(engine.events.trace) == 500
     [trace] = read_trace(tmp_path / "trace.json")
-    assert 0 < trace.num_left_out <= engine.events.num_left_out  # the next step's reads go on meanwhile
+    assert 0 < trace.num_left_out <= engine.events.num_left_out  # reads of the next step may add events meanwhile
     report = breakdown([trace])
     first, last = report["steps"]
     assert 1 < first <= last == 6
@@ -309,7 +309,7 @@ def test_a_long_run_keeps_its_last_steps(tmp_path, capsys):
     assert f"not in the trace: the {trace.num_left_out:,} oldest events" in capsys.readouterr().out
 
 
-def test_ranks_are_put_into_one_file(tmp_path):
+def test_the_traces_of_all_ranks_are_in_one_file(tmp_path):
     source = """
         import sys, torch, torch.distributed as dist
         sys.path.insert(0, sys.argv[3])
@@ -335,9 +335,9 @@ def test_ranks_are_put_into_one_file(tmp_path):
     names = {e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["name"] == "process_name"}
     assert names == {"rank 0", "rank 1"}
     gathers = [of(trace, "all_gather") for trace in ranks]
-    count = min(map(len, gathers))  # one may have begun the next step's
+    count = min(map(len, gathers))  # one rank may have begun gathers of the next step
     assert [piece.name for piece in gathers[0][:count]] == [piece.name for piece in gathers[1][:count]] and count > 20
-    for mine, other in zip(*gathers):  # nobody's gather can end before the other's begins: one clock
+    for mine, other in zip(*gathers):  # on one clock, no rank's gather ends before the other rank's gather begins
         assert mine.start < other.end and other.start < mine.end
     for trace in ranks:
         assert of(trace, "reduce_scatter") and of(trace, COMPUTE)
@@ -346,7 +346,7 @@ def test_ranks_are_put_into_one_file(tmp_path):
             if piece.lane == "h2d":
                 copies[piece.name] = piece.end
             elif piece.lane == "all_gather":
-                assert copies[piece.name] <= piece.start, "a chunk is gathered once its shard is there"
+                assert copies[piece.name] <= piece.start, "expected the gather of a chunk after the copy of its shard"
     report = breakdown(ranks)
     assert report["world"] == 2 and report["lanes"]["all_gather"]["bytes_per_step"] > 0
     assert main(["trace", str(tmp_path / "trace.json")]) == 0
@@ -355,7 +355,7 @@ def test_ranks_are_put_into_one_file(tmp_path):
 # The file
 
 
-def test_perfetto_would_take_it(traced):
+def test_the_file_has_the_format_that_perfetto_reads(traced):
     value = traced[1]
     events = value["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
@@ -372,7 +372,7 @@ def test_perfetto_would_take_it(traced):
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert named == set(threads)
     assert named == {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_sort_index"}
-    for pieces in threads.values():  # what overlaps in one thread is not drawn
+    for pieces in threads.values():  # Perfetto does not draw overlapping slices of a thread
         for before, after in zip(pieces, pieces[1:]):
             assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
 
@@ -393,7 +393,7 @@ def test_counters_stay_within_their_bounds(traced):
         assert any(args["read"] for args in counters[name]) and any(args["written"] for args in counters[name])
 
 
-def test_rates_and_queue_by_hand():
+def test_rates_and_queued_bytes_agree_with_a_hand_calculation():
     slices = [Slice("nvme_read", "a", 0.0, 2.0, 4_000_000_000), Slice("nvme_read", "b", 1.0, 2.0, 1_000_000_000), Slice("nvme_write", "c", 1.0, 3.0, 6_000_000_000)]
     events = to_perfetto([RankTrace(0, slices)])["traceEvents"]
     found = {name: [(e["ts"], e["args"]) for e in events if e["ph"] == "C" and e["name"] == name] for name in ("GB/s", "bytes queued")}
@@ -416,7 +416,7 @@ def test_rates_and_queue_by_hand():
     assert [titles[tid] for tid in rows] == ["nvme_read", "nvme_read 2"]
 
 
-def test_what_is_read_is_what_was_written(tmp_path, traced):
+def test_reading_a_trace_returns_the_written_trace(tmp_path, traced):
     ranks = [
         RankTrace(0, [Slice(STEP, "step 1", 0.0, 1.0), Slice(COMPUTE, "a.b", 0.1, 0.123456789, 0, "forward")], [(0.5, {"weights": 2})]),
         RankTrace(1, [Slice("nvme_read", "chunk 0 (a) weights", 0.2, 0.4, 4096), Slice(STALL, "chunk 0 (a)", 0.2, 0.3, 0, "nvme_read")], [], 7, 0.1),
@@ -431,14 +431,14 @@ def noted(machine, wall_offset, *events, **options):
     return {"machine": machine, "wall_offset": wall_offset, "num_left_out": 0, "complete_since": 0.0, "samples": []} | options | {"events": events}
 
 
-def test_clocks_of_other_machines_are_moved():
+def test_clocks_of_other_machines_are_shifted_to_one_clock():
     def event(start):
         return ["nvme_read", "x", start, start + 1.0, 8, ""]
 
     ranks = joined(
         [
             noted("a", 1000.0, event(50.0), samples=[(50.5, {"weights": 1})]),
-            noted("a", 1000.7, event(50.25)),  # the same clock, whatever the wall clock said then
+            noted("a", 1000.7, event(50.25)),  # the same machine has the same clock, in spite of the wall clock
             noted("b", 900.0, event(150.5), num_left_out=3, complete_since=150.75),
         ]
     )
@@ -451,18 +451,18 @@ def test_clocks_of_other_machines_are_moved():
 
 
 def literal(rank=0, *, waited=0.25):
-    """Four steps of one second, of which the last two are looked at."""
+    """Four steps of one second. The table counts the last two."""
     steps = [Slice(STEP, f"step {number}", number - 1.0, float(number)) for number in range(1, 5)]
     return RankTrace(
         rank,
         [
             *steps,
-            Slice(COMPUTE, "first", 0.0, 2.0, 0, "forward"),  # of steps that warm up
+            Slice(COMPUTE, "first", 0.0, 2.0, 0, "forward"),  # in warm-up steps
             Slice(COMPUTE, "first", 2.0, 2.5, 0, "forward"),
             Slice(COMPUTE, "last", 3.0, 4.0, 0, "backward"),
-            Slice("nvme_read", "chunk 0 (a) weights", 1.5, 2.5, 2_000_000_000),  # half of it before
+            Slice("nvme_read", "chunk 0 (a) weights", 1.5, 2.5, 2_000_000_000),  # half of this read is before the counted steps
             Slice("nvme_read", "chunk 1 (b) weights", 2.25, 2.75, 1_000_000_000),
-            Slice("nvme_write", "chunk 0 (a) states", 3.5, 4.5, 1_000_000_000),  # half of it after
+            Slice("nvme_write", "chunk 0 (a) states", 3.5, 4.5, 1_000_000_000),  # half of this write is after the counted steps
             Slice(STALL, "chunk 1 (b)", 2.5, 2.5 + waited, 0, "nvme_read"),
             Slice(STALL, "chunk 0 (a)", 1.75, 2.125, 0, "nvme_read"),
             Slice(STALL, "chunk 0 (a)", 2.875, 3.0, 0, "h2d"),
@@ -470,7 +470,7 @@ def literal(rank=0, *, waited=0.25):
     )
 
 
-def test_shares_by_hand():
+def test_shares_agree_with_a_hand_calculation():
     report = breakdown([literal()])
     lanes = report["lanes"]
     assert (report["world"], report["steps"]) == (1, [3, 4])
@@ -491,7 +491,7 @@ def test_shares_by_hand():
     ]
 
 
-def test_the_mean_and_the_worst_of_ranks(tmp_path, capsys):
+def test_the_table_shows_the_mean_and_the_worst_rank(tmp_path, capsys):
     ranks = [literal(0), literal(1, waited=0.375)]
     lanes = breakdown(ranks)["lanes"]
     assert lanes["nvme_read"]["waited_share"] == (0.1875 + 0.25) / 2
@@ -508,7 +508,7 @@ def test_the_mean_and_the_worst_of_ranks(tmp_path, capsys):
     assert [line for line in lines if line.startswith("nvme_read: chunk 1 (b) ")][0].split()[-3:] == ["156.25", "ms", "15.6%"]
 
 
-def test_a_short_trace_is_shown_with_its_warm_up():
+def test_a_short_trace_counts_its_warm_up_steps():
     trace = literal()
     trace.slices = trace.slices[:2]
     assert breakdown([trace])["steps"] == [1, 2]
@@ -533,7 +533,7 @@ def test_a_short_trace_is_shown_with_its_warm_up():
         (json.dumps(to_perfetto([RankTrace(0, [])])), "contains no complete step"),
     ],
 )
-def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path, capsys, text, expected):
+def test_a_file_that_is_not_a_trace_is_a_one_line_error(tmp_path, capsys, text, expected):
     path = tmp_path / "trace.json"
     if text is not None:
         path.write_text(text, encoding="latin-1")
@@ -543,7 +543,7 @@ def test_a_file_that_is_no_trace_is_told_in_one_line(tmp_path, capsys, text, exp
     assert expected in err
 
 
-def test_lanes_are_shown_in_their_order():
+def test_lanes_have_a_fixed_order():
     assert list(LANES) == [STEP, COMPUTE, STALL, "all_gather", "h2d", "nvme_read", "update", "reduce_scatter", "d2h", "nvme_write"]
     assert set(LINKS) < set(LANES)
     assert infinity.save_trace is save_trace

@@ -1,5 +1,5 @@
-"""Hugging Face models as people write them: built from a small configuration, every state on NVMe, and less than a quarter of
-the weights on the device. Their losses and states are those of plain PyTorch, bit by bit.
+"""Small models of transformers, with all records on NVMe and less than a quarter of the weights on the device.
+Their losses and states are those of plain PyTorch, bit by bit.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 5
-SHARE = 0.24  # of the weights, for the device
-SHARE_OF_TWO = 0.36  # likewise, of two ranks: each has buffers of two ops' gradients there
+SHARE = 0.24  # device memory as a share of the weights' bytes
+SHARE_OF_TWO = 0.36  # the same for two ranks: each has gradient buffers of two ops on the device
 OPTIONS = {"lr": 5e-4, "weight_decay": 0.1}
 VOCAB, ROWS, LENGTH = 96, 4, 16
 
@@ -31,7 +31,7 @@ VOCAB, ROWS, LENGTH = 96, 4, 16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and its batches, as keyword arguments; every tensor has ROWS rows."""
+    """A model, and its batches as keyword arguments. Every tensor has ROWS rows."""
 
     build: Callable[..., nn.Module]
     batch: Callable[[torch.Generator], dict]
@@ -126,7 +126,7 @@ def t5(**changes):
         num_layers=4,
         num_heads=4,
         dropout_rate=0.0,
-        use_cache=False,  # infinity.accumulate turns a cache off, and attention rounds otherwise with a cache
+        use_cache=False,  # infinity.accumulate turns the cache off, and attention with a cache rounds differently
         decoder_start_token_id=0,
         **changes,
     )
@@ -201,8 +201,8 @@ HAS_TILES = "tile_above" in {field.name for field in dataclasses.fields(infinity
 
 
 def settings(folder, weights_nbytes, share=SHARE, **changes):
-    """Everything on NVMe, nothing resident, a share of the weights on the device."""
-    tiles = {"tile_above": None} if HAS_TILES else {}  # layers are small enough as they are
+    """All records on NVMe, no resident weights, device memory for a share of the weights."""
+    tiles = {"tile_above": None} if HAS_TILES else {}  # the layers are small enough without tiles
     options = {"device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 128, "host_memory": "32MiB"}
     budget = int(share * weights_nbytes)
     return infinity.Config(swap_dirs=folder, device_memory=budget, **options | NVME | tiles | changes)
@@ -214,7 +214,7 @@ def nbytes_of(model):
 
 @contextlib.contextmanager
 def offloaded(build, folder, *, options=OPTIONS, **changes):
-    """(model, engine, optimizer) of a model built with seed 0 inside infinity.init, never whole in memory."""
+    """(model, engine, optimizer). The model is built with seed 0 inside infinity.init, in a window of a quarter of the weights' bytes."""
     torch.manual_seed(0)
     weights_nbytes = nbytes_of(build())
     torch.manual_seed(0)
@@ -235,7 +235,7 @@ def plain(build, optimizer=ReferenceAdamW):
 
 def loss_of(model, batch, step, part=lambda rows: rows):
     generator = torch.Generator().manual_seed(step)
-    torch.manual_seed(step)  # of dropout
+    torch.manual_seed(step)  # seed of dropout
     return model(**{name: part(rows) for name, rows in batch(generator).items()}).loss
 
 
@@ -267,14 +267,14 @@ def assert_within_budget(engine, model):
     return stats
 
 
-# ---- parity ----
+# ---- equality with plain PyTorch ----
 
 TABLE = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def table(request):
-    """Print a line a model when this file's tests are over."""
+    """Print one line per model after the tests of this file."""
     yield
     if not TABLE:
         return
@@ -290,7 +290,7 @@ def table(request):
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_states_are_those_of_plain_pytorch(name, tmp_path):
-    """Against torch.optim.AdamW to 1e-5, against the arithmetic that the engine states bit by bit."""
+    """Losses equal torch.optim.AdamW within a relative error of 1e-5, and the engine's documented arithmetic bit by bit."""
     case = CASES[name]
     expected = train(*plain(case.build, torch.optim.AdamW), case.batch)
     reference_model, reference = plain(case.build)
@@ -317,7 +317,7 @@ def test_gradient_checkpointing_changes_no_bit(name, use_reentrant, tmp_path):
     def build():
         model = case.build()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
+            warnings.simplefilter("ignore", FutureWarning)  # transformers renames the option
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
         return model
 
@@ -394,7 +394,7 @@ def two_ranks(tmp_path_factory):
 
 
 def train_share(name, folder):
-    """Run by every rank: train on its rows of each batch. Losses over all ranks."""
+    """Runs on every rank: trains on the rank's rows of each batch. Returns losses over all ranks and the number of plans."""
     case = CASES[name]
     with offloaded(case.build, folder, share=SHARE_OF_TWO) as (model, engine, optimizer):
         losses = []
@@ -409,7 +409,7 @@ def train_share(name, folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["GPT-2", "Mixtral", "T5"])
-def test_two_ranks_have_the_losses_of_one_on_the_joint_batch(name, two_ranks, tmp_path):
+def test_two_ranks_have_the_losses_of_one_process_on_the_whole_batch(name, two_ranks, tmp_path):
     expected = train(*plain(CASES[name].build), CASES[name].batch)
     for losses, num_plans in two_ranks.run(train_share, name, tmp_path):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A step that waits says for what while it does, in a program's own loop."""
+"""The wait messages of a training step."""
 
 import re
 import threading
@@ -12,7 +12,7 @@ from aio_ext import _aio
 from infinity.system import slow_steps as pace
 from infinity.system.waits import of_the_program
 
-SECONDS = 20  # after which a thread is taken to hang
+SECONDS = 20  # a thread that takes longer counts as hanging
 
 
 class Stack(nn.Module):
@@ -35,14 +35,14 @@ def train(model, optimizer, num_steps):
 
 @pytest.fixture
 def settled(tmp_path):
-    """(model, engine, optimizer) after four steps, with a chunk a layer, all on NVMe."""
+    """(model, engine, optimizer) after four steps. Each layer is one chunk, all records are on NVMe."""
     with training(Stack, tmp_path, chunk_mib=1 / 16, **NVME) as made:
         train(made[0], made[2], 4)
         yield made
 
 
 def said_meanwhile(work):
-    """All that a program's thread said that it waits for, as seen from here, while it does the work."""
+    """All wait messages of a thread that runs `work`, as seen from this thread."""
     thread, said = threading.Thread(target=work), set()
     thread.start()
     while thread.is_alive():
@@ -52,7 +52,7 @@ def said_meanwhile(work):
     return said
 
 
-def test_who_waits_for_a_slow_read_says_of_what(settled):
+def test_a_wait_for_a_slow_read_names_the_chunk_and_the_bytes(settled):
     model, engine, optimizer = settled
     engine.flush()
     _aio._inject("read", 0, 1, None, delay=0.5)
@@ -61,7 +61,7 @@ def test_who_waits_for_a_slow_read_says_of_what(settled):
     assert any(re.fullmatch(pattern, text) for text in said), said
 
 
-def test_a_long_step_says_so_once(settled, monkeypatch, capsys):
+def test_a_long_step_is_reported_once(settled, monkeypatch, capsys):
     model, engine, optimizer = settled
     engine.flush()
     assert capsys.readouterr().err == ""
@@ -74,7 +74,7 @@ def test_a_long_step_says_so_once(settled, monkeypatch, capsys):
     assert re.fullmatch(pattern, line)
 
 
-def test_who_waits_for_an_update_says_what_that_waits_for(settled):
+def test_a_wait_for_an_update_names_the_updates_before_it(settled):
     model, engine, optimizer = settled
     gate, found = threading.Event(), []
     lane = engine.updater.lane

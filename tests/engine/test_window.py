@@ -1,4 +1,4 @@
-"""Steps of any number of backward passes, told one by one: what plain PyTorch computes."""
+"""Steps with any number of backward passes, marked by `infinity.no_sync`, have the results of plain PyTorch."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ WINDOWS = [3, 3, 3, 1, 1, 5, 5, 2, 3]
 
 
 def run(model, optimizer, no_sync, seen=lambda: None):
-    """Losses of all passes; what was seen before each step."""
+    """Losses of all passes, and the values of `seen` before each step."""
     losses, found, step = [], [], 0
     for num_passes in WINDOWS:
         for number in range(num_passes):
@@ -33,7 +33,7 @@ def run(model, optimizer, no_sync, seen=lambda: None):
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_windows_of_any_length_are_those_of_plain_pytorch(update, tmp_path):
+def test_steps_of_any_number_of_passes_are_those_of_plain_pytorch(update, tmp_path):
     torch.manual_seed(0)
     plain = mlp()
     expected, _ = run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda model: contextlib.nullcontext())
@@ -41,11 +41,11 @@ def test_windows_of_any_length_are_those_of_plain_pytorch(update, tmp_path):
         begun = lambda: any(chunk.update.is_early for chunk in engine.registry.chunks)
         losses, early = run(model, optimizer, infinity.no_sync, begun)
     assert losses == pytest.approx(expected, rel=1e-5)
-    # The last pass is known for what it is, and updates begin in it, but for one that nothing has told from the first of two.
+    # Updates begin in the last pass, which no_sync makes known. With a single pass, the engine expects a second one: accumulation_steps is 2.
     assert early == [update == "backward" and num_passes > 1 for num_passes in WINDOWS]
 
 
-def test_a_pass_outside_is_the_last_and_one_inside_is_not():
+def test_a_pass_outside_no_sync_is_the_last_of_its_step():
     passes = PassesPerStep()
     passes.begin_pass(0)
     assert passes.num_passes(4) == 4
@@ -58,7 +58,7 @@ def test_a_pass_outside_is_the_last_and_one_inside_is_not():
     assert passes.num_passes(4) == 4
 
 
-def test_sums_that_have_no_place_are_refused(tmp_path):
+def test_no_sync_without_planned_accumulation_is_refused(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer), pytest.raises(UsageError, match="accumulation_steps=2"):
         with infinity.no_sync(model):
             pass

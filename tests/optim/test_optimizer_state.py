@@ -97,7 +97,7 @@ def test_a_state_dict_is_not_loaded_from_what_has_taken_the_place_of_its_checkpo
         assert_same_states(states_of(engine, model), expected)
         (tmp_path / "saved").rename(tmp_path / "moved")
         train(model, optimizer, 2)
-        with pytest.raises(CheckpointError, match="saved is no directory"):
+        with pytest.raises(CheckpointError, match="saved is not a directory"):
             optimizer.load_state_dict(found[1])
 
 

@@ -12,7 +12,8 @@ from infinity.engine.sizing import Training, arrange
 from infinity.errors import BudgetError
 from infinity.formats.format import ADAM_MOMENTS, Format
 from infinity.plan.memory_needs import Budgets
-from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
+from infinity.plan.packing import ParameterSpec, layout
+from infinity.plan.partition import BLOCK_NUMEL
 from infinity.plan.placement import share_device
 from infinity.plan.record import STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan

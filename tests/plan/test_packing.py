@@ -4,7 +4,8 @@ from collections import Counter
 import pytest
 
 from infinity.formats.format import DTYPE_NBYTES, Format, trainable_names
-from infinity.plan.packing import BLOCK_NUMEL, Home, ParameterSpec, Piece, default_chunk_numel, layout
+from infinity.plan.packing import Home, ParameterSpec, Piece, default_chunk_numel, layout
+from infinity.plan.partition import BLOCK_NUMEL
 from infinity.plan.record import record_layout
 
 

@@ -15,7 +15,8 @@ from infinity.plan import chunk_size, host_memory
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import chunk_numels
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS, MIN_STATE_SLOTS, MIN_WEIGHT_SLOTS
-from infinity.plan.packing import BLOCK_NUMEL, ParameterSpec, layout
+from infinity.plan.packing import ParameterSpec, layout
+from infinity.plan.partition import BLOCK_NUMEL
 from infinity.plan.placement import share_device
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.tiers import DEVICE, HOST, NVME

@@ -1,4 +1,4 @@
-"""Regions are aligned, huge, exact and private to the process; slots are leases that wait and are never shared."""
+"""Regions are aligned, on huge pages, of exact size and private to the process. A slot has one lease at a time; acquire waits."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def mapping_at(address):
-    """The kernel's view of the mapping that starts at address: (nbytes, resident nbytes, flags), or None."""
+    """Return (nbytes, resident nbytes, flags) of the mapping that starts at address, as the kernel reports them, or None."""
     text = Path("/proc/self/smaps").read_text()
     for entry in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text):
         begin, end = (int(x, 16) for x in entry.split(" ", 1)[0].split("-"))
@@ -42,22 +42,22 @@ def is_mapped(address):
     )
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs huge pages")
 @pytest.mark.parametrize("nbytes, held", [(1, 4096), (4096, 4096), (3 * MIB + 1, 3 * MIB + 4096), (130 * MIB, 130 * MIB)])
-def test_region_is_aligned_advised_touched_and_no_larger_than_asked(nbytes, held):
+def test_a_region_is_aligned_advised_touched_and_of_the_asked_size(nbytes, held):
     arena = Arena()
     region = arena.region(nbytes)
     assert region.address % (2 * MIB) == 0
     assert region.nbytes == arena.nbytes == region.buffer.nbytes == held
     size, resident, flags = mapping_at(region.address)
     assert (size, resident) == (held, held)
-    assert {"hg", "dc"} <= set(flags)  # huge pages; do not copy on fork
+    assert {"hg", "dc"} <= set(flags)  # huge pages; no copy on fork
     assert not any(bytes(region.buffer[:4096]))
     arena.close()
     assert not is_mapped(region.address)
 
 
-def test_arena_holds_what_was_asked_within_a_page_a_region():
+def test_an_arena_has_the_asked_size_within_one_page_per_region():
     arena = Arena()
     sizes = [1, 5000, MIB + 7, 9 * MIB]
     for nbytes in sizes:
@@ -68,7 +68,7 @@ def test_arena_holds_what_was_asked_within_a_page_a_region():
     assert arena.nbytes == 0
 
 
-def test_tensors_share_the_memory_and_are_made_once():
+def test_tensors_share_the_memory_and_are_created_once():
     region = Arena().region(MIB)
     first = region.tensor(torch.int32, 4096, 10)
     first.copy_(torch.arange(10))
@@ -78,7 +78,7 @@ def test_tensors_share_the_memory_and_are_made_once():
     assert region.tensor(torch.float32, 8, 0).shape == (0,)
 
 
-def test_memory_outlives_its_arena_while_a_tensor_or_a_buffer_refers_to_it():
+def test_memory_outlives_its_arena_while_a_tensor_or_buffer_uses_it():
     arena = Arena()
     region = arena.region(MIB)
     address = region.address
@@ -96,7 +96,7 @@ def test_memory_outlives_its_arena_while_a_tensor_or_a_buffer_refers_to_it():
     assert not is_mapped(address)
 
 
-def test_a_forked_child_neither_has_the_memory_nor_unmaps_what_took_its_place():
+def test_a_forked_child_lacks_the_memory_and_unmaps_nothing():
     arena = Arena()
     region = arena.region(4 * MIB)
     address = region.address
@@ -123,7 +123,7 @@ def test_an_empty_region_is_refused():
 
 
 class FakeCudart:
-    """Counts registrations; `error` is what registering returns."""
+    """Records registrations. cudaHostRegister returns `error`."""
 
     class cudaError:
         success = 0
@@ -143,7 +143,7 @@ class FakeCudart:
 
 @pytest.fixture
 def devices(monkeypatch):
-    """The current one of each thread, where the main thread has the third."""
+    """A fake current device of each thread: device 2 in the main thread, device 0 in all others."""
     current = threading.local()
     current.index = 2
 
@@ -168,7 +168,7 @@ def test_pinned_regions_are_registered_once_and_unregistered(monkeypatch, device
     assert cudart.registered == []
 
 
-def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmapped(monkeypatch, devices):
+def test_an_unclosed_pinned_region_is_unregistered_before_unmapping(monkeypatch, devices):
     mapped = []
 
     class Cudart(FakeCudart):
@@ -186,7 +186,7 @@ def test_a_pinned_region_that_nobody_closes_is_unregistered_before_it_is_unmappe
     assert cudart.registered == [] and mapped == [True]
 
 
-def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch, devices):
+def test_a_too_low_memlock_limit_is_named_with_a_remedy(monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     monkeypatch.setattr(arena_module.resource, "getrlimit", lambda which: (8 * MIB, resource.RLIM_INFINITY))
     arena = Arena(pin=True)
@@ -195,7 +195,7 @@ def test_too_low_a_memlock_is_named_with_its_cure(monkeypatch, devices):
     assert arena.nbytes == 0
 
 
-def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_before_it_is_touched(monkeypatch, devices):
+def test_regions_made_together_are_touched_then_pinned_by_one_thread(monkeypatch, devices):
     class Cudart(FakeCudart):
         def cudaHostRegister(self, address, nbytes, flags):
             resident.append(mapping_at(address)[1])
@@ -214,7 +214,7 @@ def test_regions_made_together_are_pinned_once_the_block_ends_and_no_region_befo
     assert cudart.registered == []
 
 
-def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block_ends(monkeypatch, devices):
+def test_a_failed_pin_of_one_region_raises_at_the_end_of_the_block(monkeypatch, devices):
     class Cudart(FakeCudart):
         def cudaHostRegister(self, address, nbytes, flags):
             return 2 if nbytes == 8 * MIB else super().cudaHostRegister(address, nbytes, flags)
@@ -231,20 +231,20 @@ def test_one_of_several_regions_that_cannot_be_pinned_is_an_error_once_the_block
     assert cudart.registered == []
 
 
-def test_regions_behind_one_that_cannot_be_pinned_are_not_touched(monkeypatch, devices):
+def test_regions_after_a_failed_pin_are_not_touched(monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(error=2))
     arena = Arena(pin=True)
     with pytest.raises(BudgetError, match="pinning 1.0 MiB"):
         with arena.together():
             arena.region(MIB)
-            arena._pinning[1][0].exception()  # once it has failed
+            arena._pinning[1][0].exception()  # after the first one has failed
             arena.region(8 * MIB)
     assert arena.nbytes == MIB
     arena.close()
 
 
-def test_any_thread_pins_and_unpins_for_the_device_of_who_made_the_arena(monkeypatch, devices):
-    """CUDA makes a context of some hundred MiB on the device that is current in a thread: of each rank on the first one."""
+def test_any_thread_pins_for_the_device_on_which_the_arena_was_made(monkeypatch, devices):
+    """In a new thread device 0 is current. A CUDA call there makes a context of some hundred MiB on device 0, for each rank."""
 
     class Cudart(FakeCudart):
         def cudaHostRegister(self, address, nbytes, flags):
@@ -318,7 +318,7 @@ def test_a_slots_tensor_is_the_same_object_in_every_lease():
     assert slots.acquire().tensor(torch.float32, 512, 4) is tensor
 
 
-def test_a_slot_is_of_no_use_after_its_release():
+def test_a_slot_is_refused_after_its_release():
     slots = Slots(Arena(), "weight", 4096, 1)
     old = slots.acquire()
     old.release()
@@ -331,14 +331,14 @@ def test_a_slot_is_of_no_use_after_its_release():
 
 
 @pytest.mark.parametrize("offset_nbytes, numel", [(0, 1025), (4, 1024), (-4, 1), (4096, 1)])
-def test_a_slot_gives_no_bytes_beyond_its_own(offset_nbytes, numel):
+def test_a_tensor_beyond_the_end_of_a_slot_is_refused(offset_nbytes, numel):
     slot = Slots(Arena(), "weight", 4096, 2).acquire()
     with pytest.raises(ValueError, match="of a slot of 4096"):
         slot.tensor(torch.float32, offset_nbytes, numel)
 
 
 class Waiting(threading.Thread):
-    """A thread in acquire(): `entered` is set when it is about to wait, `result` is what it got."""
+    """A thread in acquire(). `entered` is set just before the wait. `result` is the slot or the error."""
 
     def __init__(self, slots):
         super().__init__(daemon=True)
@@ -347,7 +347,7 @@ class Waiting(threading.Thread):
         condition, wait_for = slots._changed, slots._changed.wait_for
 
         def entering(predicate, timeout=None):
-            self.entered.set()  # the condition's lock is held: nobody can release a slot before this waits
+            self.entered.set()  # the condition's lock is held: no slot can be released before the wait
             return wait_for(predicate, timeout)
 
         condition.wait_for = entering
@@ -379,7 +379,7 @@ def test_acquire_gives_up_after_its_timeout():
         slots.acquire(timeout=0)
 
 
-def test_closing_wakes_who_waits_and_leaves_leases_valid():
+def test_close_wakes_waiting_threads_and_leaves_leases_valid():
     slots = Slots(Arena(), "weight", 4096, 1)
     held = slots.acquire()
     waiting = Waiting(slots)
@@ -392,7 +392,7 @@ def test_closing_wakes_who_waits_and_leaves_leases_valid():
 
 
 def test_no_slot_is_ever_leased_twice():
-    """32 threads, 1,000 leases each, of 5 slots: each writes its name and finds it again."""
+    """32 threads take 1,000 leases each of 5 slots. Each thread writes a byte and reads the same byte back."""
     slots = Slots(Arena(), "weight", 4096, 5)
     wrong = []
 
@@ -427,23 +427,23 @@ PAGE = 4096
 
 
 def places(pieces):
-    """(offset, nbytes) of each."""
+    """(offset, nbytes) of each piece, in bytes."""
     return [(piece.offset_nbytes, piece.nbytes) for piece in pieces]
 
 
-def test_memory_that_there_is_not_is_no_area():
+def test_a_request_beyond_the_address_space_returns_none():
     heap = Heap(Arena(), 1 << 60)
-    assert heap.take(1 << 50) is None  # more than there are addresses
+    assert heap.take(1 << 50) is None  # more than the address space
     assert heap.take(PAGE) is not None and heap.nbytes == HEAP_REGION_NBYTES
 
 
-def test_pieces_are_whole_pages_one_behind_the_other():
+def test_pieces_are_consecutive_whole_pages():
     heap = Heap(Arena(), MIB)
     assert places(heap.take(n) for n in (1, PAGE, PAGE + 1, 0)) == [(0, PAGE), (PAGE, PAGE), (2 * PAGE, 2 * PAGE), (4 * PAGE, PAGE)]
     assert (heap.used_nbytes, heap.peak_nbytes, heap.free_nbytes) == (5 * PAGE, 5 * PAGE, MIB - 5 * PAGE)
 
 
-def test_a_piece_is_its_part_of_its_region():
+def test_a_piece_is_a_view_of_its_region():
     heap = Heap(Arena(), MIB)
     first, second = heap.take(PAGE), heap.take(2 * PAGE)
     second.buffer[:] = bytes([7]) * 2 * PAGE
@@ -451,7 +451,7 @@ def test_a_piece_is_its_part_of_its_region():
     assert bytes(first.region.buffer[: 4 * PAGE]) == bytes(PAGE) + bytes([7]) * 2 * PAGE + bytes(PAGE)
 
 
-def test_gaps_join_whatever_the_order_in_which_they_are_given_back():
+def test_free_gaps_join_in_every_order_of_release():
     heap = Heap(Arena(), 8 * PAGE)
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [0, 2, 1, 3]):
         pieces = [heap.take(2 * PAGE) for _ in range(4)]
@@ -464,7 +464,7 @@ def test_gaps_join_whatever_the_order_in_which_they_are_given_back():
         heap.give_back(whole)
 
 
-def test_the_first_gap_that_is_large_enough_is_taken():
+def test_the_first_large_enough_gap_is_used():
     heap = Heap(Arena(), 10 * PAGE)
     pieces = [heap.take(n * PAGE) for n in (1, 2, 1, 3, 1, 2)]
     for index in (0, 1, 3):
@@ -473,7 +473,7 @@ def test_the_first_gap_that_is_large_enough_is_taken():
     assert heap.take(1) is None and heap.used_nbytes == heap.peak_nbytes == 10 * PAGE
 
 
-def test_regions_are_taken_as_they_are_needed_within_the_budget():
+def test_regions_are_allocated_on_demand_within_the_budget():
     arena = Arena()
     heap = Heap(arena, 150 * MIB + 5000)
     assert (heap.budget_nbytes, heap.nbytes, arena.nbytes) == (150 * MIB + PAGE, 0, 0)
@@ -486,14 +486,14 @@ def test_regions_are_taken_as_they_are_needed_within_the_budget():
     assert heap.take(1) is None
 
 
-def test_what_no_budget_holds_is_refused_and_takes_nothing():
+def test_a_piece_beyond_the_budget_is_refused_without_allocation():
     arena = Arena()
     heap = Heap(arena, 3 * PAGE)
     assert heap.take(3 * PAGE + 1) is None and arena.nbytes == 0
     assert Heap(arena, 0).take(1) is None and Heap(arena, PAGE - 1).take(1) is None
 
 
-def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch, devices):
+def test_a_failed_pin_leaves_the_heap_unchanged(monkeypatch, devices):
     cudart = FakeCudart(error=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     heap = Heap(Arena(pin=True), MIB)
@@ -504,7 +504,7 @@ def test_a_region_that_cannot_be_pinned_leaves_the_heap_as_it_was(monkeypatch, d
     assert places([heap.take(1)]) == [(0, PAGE)]
 
 
-def test_regions_that_nothing_is_in_make_room_for_a_larger_one():
+def test_empty_regions_are_freed_for_a_larger_region():
     arena = Arena()
     heap = Heap(arena, 200 * MIB)
     pieces = [heap.take(60 * MIB) for _ in range(3)]
@@ -513,8 +513,8 @@ def test_regions_that_nothing_is_in_make_room_for_a_larger_one():
     assert heap.take(150 * MIB) is not None and arena.nbytes == heap.nbytes <= 200 * MIB
 
 
-def test_they_stay_where_they_would_not_make_enough():
-    """What is refused costs no memory that has been touched and pinned."""
+def test_empty_regions_stay_if_freeing_them_is_not_enough():
+    """A refused request must not free regions that are already touched and pinned."""
     arena = Arena()
     heap = Heap(arena, 200 * MIB)
     pieces = [heap.take(60 * MIB) for _ in range(3)]
@@ -525,8 +525,8 @@ def test_they_stay_where_they_would_not_make_enough():
     assert heap.take(130 * MIB) is not None and arena.nbytes == heap.nbytes <= 200 * MIB
 
 
-def test_pieces_never_overlap_whichever_threads_take_and_return_them():
-    """8 threads, 400 pieces each; each fills its own and finds it as it was."""
+def test_pieces_of_many_threads_never_overlap():
+    """8 threads take 400 pieces each. Each thread fills its pieces and finds them unchanged."""
     heap, wrong = Heap(Arena(), 64 * PAGE), []
 
     def work(name):

@@ -1,4 +1,4 @@
-"""How much memory the host has for this process, and how much of a device's was in use."""
+"""Host memory available to this process, and peaks and free memory of a device."""
 
 import psutil
 import pytest
@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """Writes the files of the group that everything belongs to."""
+    """Return a function that writes files of the root control group."""
     monkeypatch.setattr(capacity, "_CGROUPS", tmp_path)
 
     def write(**files):
@@ -22,29 +22,29 @@ def group(tmp_path, monkeypatch):
     return write
 
 
-def test_without_limits_it_is_what_is_available(group):
+def test_without_limits_free_memory_is_the_available_memory(group):
     group(memory__max="max\n", memory__current="1000\n", memory__stat="anon 10\nfile 20\n")
     assert capacity.host_free_nbytes() == pytest.approx(psutil.virtual_memory().available, rel=0.05)
 
 
-def test_a_groups_limit_counts_less_what_it_uses_beside_the_page_cache(group):
+def test_a_groups_limit_counts_without_page_cache(group):
     group(memory__max=f"{100 * MIB}\n", memory__current=f"{60 * MIB}\n", memory__stat=f"anon {20 * MIB}\nfile {40 * MIB}\nshmem {10 * MIB}\n")
     assert capacity.host_free_nbytes() == (100 - 60 + 30) * MIB
 
 
-def test_limits_of_version_1(group):
+def test_limits_of_control_groups_version_1_count(group):
     group(memory__limit_in_bytes=f"{80 * MIB}", memory__usage_in_bytes=f"{30 * MIB}", memory__stat=f"cache {10 * MIB}\nrss {20 * MIB}\n")
     group(memory__max="nonsense")
     assert capacity.host_free_nbytes() == 60 * MIB
 
 
-def test_a_group_that_uses_all_leaves_nothing(group):
+def test_a_full_control_group_leaves_zero_bytes(group):
     group(memory__max=f"{MIB}\n", memory__current=f"{2 * MIB}\n", memory__stat="file 0\n")
     assert capacity.host_free_nbytes() == 0
 
 
 class ScriptedAllocator:
-    """One peak, which goes with a reset, as CUDA's has it."""
+    """An allocator with one peak, which a reset clears, like CUDA's."""
 
     def __init__(self):
         self.allocated = self.peak = 0
@@ -60,12 +60,12 @@ class ScriptedAllocator:
         self.peak = self.allocated
 
 
-def test_the_programs_peak_is_remembered_where_ops_are_measured(monkeypatch):
+def test_the_programs_peak_survives_resets_by_op_measurements(monkeypatch):
     allocator = ScriptedAllocator()
     for name in ("max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(f"torch.cuda.{name}", getattr(allocator, name))
-    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)  # which a build for CUDA has, and wants a driver for
-    gauges = [capacity.CudaGauge(torch.device("cuda", 7)) for _ in range(2)]  # of two engines
+    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)  # exists in CUDA builds and needs a driver
+    gauges = [capacity.CudaGauge(torch.device("cuda", 7)) for _ in range(2)]  # one per engine
     peaks = []
     for gauge, nbytes in zip(gauges * 2, (100, 700, 30, 500)):
         allocator.take(nbytes)
@@ -78,7 +78,7 @@ def test_the_programs_peak_is_remembered_where_ops_are_measured(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_peak_of_a_cuda_device_is_remembered():
+def test_the_peak_of_a_cuda_device_survives_resets():
     gauge = capacity.CudaGauge(torch.device("cuda", torch.cuda.current_device()))
     gauge.peak_nbytes()
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=gauge.device)
@@ -98,20 +98,20 @@ def test_the_peak_of_a_cuda_device_is_remembered():
         ("backend:cudaMallocAsync", None),
     ],
 )
-def test_segments_expand_where_the_settings_do_not_speak_of_them(known, given, monkeypatch):
+def test_segments_expand_unless_the_settings_mention_them(known, given, monkeypatch):
     said = []
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync" if "backend" in known else "native")
     monkeypatch.setattr(capacity, "_given", "")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", known)
-    for _ in range(2):  # once, however many engines there are
+    for _ in range(2):  # settings are made once, for any number of engines
         capacity.expand_segments()
     assert said == ([given] if given else [])
 
 
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
-def test_an_allocator_is_asked_for_nothing_that_it_refuses(backend, monkeypatch):
+def test_other_allocators_are_not_asked_for_native_features(backend, monkeypatch):
     def only_native(answer):
         def ask(*arguments):
             if backend != "native":
@@ -131,7 +131,7 @@ def test_an_allocator_is_asked_for_nothing_that_it_refuses(backend, monkeypatch)
 
 
 def segment(sizes, expands, kind="large", device=0):
-    """One with blocks of so many MiB, by turns in use and not."""
+    """A segment with blocks of these sizes in MiB, alternately in use and free."""
     blocks, address = [], 7 << 40
     for number, size in enumerate(sizes):
         blocks.append({"address": address, "size": size * MIB, "state": "inactive" if number % 2 else "active_allocated"})
@@ -143,8 +143,8 @@ def segment(sizes, expands, kind="large", device=0):
     "sizes, expands, kind, remains",
     [
         ((20, 30, 10, 40), False, "large", 70),
-        ((20, 30, 10, 40), True, "large", 10),  # pages 20 to 40 and 60 to 100
-        ((21, 38, 21), True, "large", 38),  # its first whole page ends at 60
+        ((20, 30, 10, 40), True, "large", 10),  # free pages: MiB 20 to 40 and 60 to 100
+        ((21, 38, 21), True, "large", 38),  # the first whole free page would end at MiB 60
         ((21, 39, 21), True, "large", 19),
         ((21, 19, 20), True, "large", 19),
         ((0, 40), True, "large", 0),
@@ -152,18 +152,18 @@ def segment(sizes, expands, kind="large", device=0):
         ((1, 3, 2), True, "small", 1),
     ],
 )
-def test_what_lies_between_blocks_in_use_goes_back_by_whole_pages_or_not_at_all(sizes, expands, kind, remains):
+def test_gaps_between_used_blocks_are_freed_by_whole_pages_or_not(sizes, expands, kind, remains):
     segments = [segment(sizes, expands, kind), segment((1, 500), False, device=1)]
     assert capacity.remains_of(segments, 0) == remains * MIB
     segments[0]["blocks"] = [block | {"state": "inactive"} for block in segments[0]["blocks"]]
-    assert capacity.remains_of(segments, 0) == 0  # all of it goes back
+    assert capacity.remains_of(segments, 0) == 0  # an empty segment goes back as a whole
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("known, mib", [("", 210), ("", 21), ("expandable_segments:False", 21)])
-def test_what_blocks_leave_can_be_taken_for_a_larger_one(known, mib):
-    """Every second block goes, then comes one of what is said to be free: of large blocks all that is, where segments expand."""
+def test_bytes_of_freed_blocks_can_be_used_by_a_larger_block(known, mib):
+    """Free every second block, then allocate 95 % of the free bytes. With expandable segments, large blocks leave all their bytes free."""
     source = """
     import os, sys
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[1]

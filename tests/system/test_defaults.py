@@ -1,4 +1,4 @@
-"""A program's default dtype and device change nothing: what the engine makes for itself has its own. Long in all places."""
+"""A program's default dtype and device change no bit: tensors of the engine have explicit dtypes and devices."""
 
 import contextlib
 
@@ -34,7 +34,7 @@ PLACES = {
 
 
 def run(place, folder, dtype=torch.float32, device=None):
-    """States after two steps with clipping and accumulation, and those of another engine after it has loaded what was saved in each format."""
+    """Return states after two steps with clipping and accumulation, and states of engines that load the saved checkpoint of each format."""
     options = {"max_grad_norm": 0.5, "accumulation_steps": 2}
     batches = [[tokens(step, micro) for micro in range(2)] for step in range(2)]
 

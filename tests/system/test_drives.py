@@ -1,4 +1,4 @@
-"""drives: what is measured is kept and believed while it makes sense, and a slow path gets its part of the bytes and no more."""
+"""drives: measurements are stored, validated and reused; a slow path gets its share of the bytes and no more."""
 
 import contextlib
 import errno
@@ -20,11 +20,11 @@ from infinity.system.drives import Drive
 from infinity.system.swap import Swap
 
 MIB = 1 << 20
-MUCH = 2 << 40  # bytes that are said to be expected: enough to measure
+MUCH = 2 << 40  # expected bytes of swap: enough for a measurement
 
 
 def keep(path, **fields):
-    """Write what a path was measured to be."""
+    """Store a measurement of a path."""
     fd = os.open(path, os.O_RDONLY)
     drives.store(fd, Drive(**fields))
     os.close(fd)
@@ -58,10 +58,10 @@ def test_a_path_is_measured_once_and_its_settings_are_used(paths, monkeypatch):
             assert queue.block_nbytes == measured[0].block_nbytes and queue.depth == measured[0].depth
             assert queue.inflight_nbytes <= measured[0].inflight_nbytes
             assert queue.inflight_write_nbytes <= max(2 * queue.block_nbytes, measured[0].inflight_write_nbytes)
-        assert directory.file_path.stat().st_size == MIB  # nothing of the scratch file
+        assert directory.file_path.stat().st_size == MIB  # the scratch file is gone
     assert everything_in(paths[0]) == [drives.CACHE_NAME]
     assert (paths[0] / drives.CACHE_NAME).stat().st_mode & 0o777 == 0o600
-    for expected_nbytes in (0, MUCH):  # a run too short to measure uses it, too
+    for expected_nbytes in (0, MUCH):  # a run with too little swap to measure uses the stored result, too
         with Swap(paths[:1], expected_nbytes=expected_nbytes) as swap:
             assert swap._directories[0].drive == measured[0]
     assert len(measured) == 1
@@ -74,7 +74,7 @@ def test_little_swap_is_not_worth_measuring(paths, monkeypatch):
     assert everything_in(*paths) == []
 
 
-def test_a_slow_path_is_found_and_named_with_little_swap_too(paths, monkeypatch):
+def test_a_slow_path_is_found_and_named_also_with_little_swap(paths, monkeypatch):
     slow_down(monkeypatch, (0.0, 0.006))
     with pytest.warns(RuntimeWarning) as warned, Swap(paths[:2]) as swap:
         fast, slow = (sum(stripe.nbytes for stripe in swap.allocate(40 * MIB).stripes if stripe.path == path) for path in (0, 1))
@@ -96,7 +96,7 @@ def test_one_rank_warns_of_slow_paths_at_each_start(paths):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_path_that_fails_while_compared_is_named_and_leaves_nothing(paths, op):
+def test_a_path_that_fails_in_the_comparison_is_named(paths, op):
     _aio._inject(op, 3, 1, -errno.EIO)
     with pytest.raises(SwapError, match="measuring the drive failed.*see dmesg") as caught:
         Swap(paths[:2])
@@ -104,7 +104,7 @@ def test_a_path_that_fails_while_compared_is_named_and_leaves_nothing(paths, op)
     assert everything_in(*paths) == []
 
 
-def test_ranks_that_arrive_together_measure_once_and_share_what_may_be_in_the_kernel(paths, monkeypatch):
+def test_simultaneous_ranks_measure_once_and_share_bytes_in_flight(paths, monkeypatch):
     measured, swaps = [], {}
     found = Drive(inflight_nbytes=16 * MIB, nbytes_per_s=1e9, block_s=1e-3)
     monkeypatch.setattr(drives, "measure", lambda fd, nbytes: time.sleep(0.2) or measured.append(fd) or found)
@@ -162,7 +162,7 @@ GOOD = {"drive": {"inflight_nbytes": 8 * MIB, "nbytes_per_s": 1e9, "block_s": 0.
         ),
     ],
 )
-def test_a_file_that_makes_no_sense_is_measured_anew(paths, monkeypatch, change):
+def test_an_invalid_measurement_file_leads_to_a_new_measurement(paths, monkeypatch, change):
     content = GOOD | {"device": paths[0].stat().st_dev}
     (paths[0] / drives.CACHE_NAME).write_text(json.dumps(content))
     with Swap(paths[:1]) as swap:
@@ -178,7 +178,7 @@ def test_a_file_that_makes_no_sense_is_measured_anew(paths, monkeypatch, change)
 
 
 @pytest.mark.parametrize("what", ["symlink", "directory", "pipe"])
-def test_what_is_no_file_is_neither_read_nor_written(paths, monkeypatch, what):
+def test_a_link_directory_or_pipe_as_cache_is_not_read_or_written(paths, monkeypatch, what):
     cache, other = paths[0] / drives.CACHE_NAME, paths[1] / "other"
     other.write_text(json.dumps(GOOD | {"device": paths[0].stat().st_dev}))
     before = other.read_text()
@@ -189,7 +189,7 @@ def test_what_is_no_file_is_neither_read_nor_written(paths, monkeypatch, what):
     assert other.read_text() == before
 
 
-def test_a_disk_without_room_to_measure_on_gets_defaults(paths, monkeypatch):
+def test_a_disk_too_full_for_a_measurement_gets_defaults(paths, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
     with Swap(paths[:1], expected_nbytes=MUCH) as swap:
         assert swap._directories[0].drive == Drive()
@@ -197,7 +197,7 @@ def test_a_disk_without_room_to_measure_on_gets_defaults(paths, monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_drive_that_fails_while_measured_is_named_and_leaves_nothing(paths, op):
+def test_a_drive_that_fails_in_the_measurement_is_named(paths, op):
     _aio._inject(op, 3, 1, -errno.EIO)
     with pytest.raises(SwapError, match="measuring the drive failed.*see dmesg") as caught:
         Swap(paths[:1], expected_nbytes=MUCH)
@@ -208,7 +208,7 @@ def test_a_drive_that_fails_while_measured_is_named_and_leaves_nothing(paths, op
 def test_a_filesystem_in_memory_is_not_measured(monkeypatch):
     monkeypatch.setattr(drives, "measure", None)
     if not os.path.ismount("/dev/shm"):
-        pytest.skip("no tmpfs")
+        pytest.skip("needs a tmpfs on /dev/shm")
     folder = f"/dev/shm/infinity-test-{os.getpid()}"
     os.mkdir(folder)
     try:
@@ -234,20 +234,20 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(paths, rates):
         held = [directory.nbytes for directory in swap._directories]
         for nbytes, rate in zip(held, rates):
             assert abs(nbytes - sum(held) * rate / sum(rates)) <= 4 * MIB
-        large = swap.allocate(100 * MIB)  # and so does each large extent by itself
+        large = swap.allocate(100 * MIB)  # each large extent is divided in the same proportion
         for stripe in large.stripes:
             assert abs(stripe.nbytes - 100 * MIB * rates[stripe.path] / sum(rates)) <= 2 * MIB
 
 
-def test_a_path_that_was_not_measured_makes_all_equal(paths):
+def test_one_unmeasured_path_gives_all_paths_equal_shares(paths):
     keep(paths[0], nbytes_per_s=9e9)
     with Swap(paths) as swap:
         assert {stripe.nbytes for stripe in swap.allocate(30 * MIB).stripes} == {10 * MIB}
 
 
 @pytest.mark.parametrize("by_itself", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_slow_path_takes_its_share_and_no_more(paths, by_itself):
-    """Slow: 62 MiB/s beside 250, both less than the real drive, which they share. In the long form that is found by measuring."""
+def test_a_slow_path_gets_its_share_of_the_bytes(paths, by_itself):
+    """Injected delays give one path 250 MiB/s and the other 62 MiB/s, both below the rate of the real drive. by_itself: measured."""
     for path, delay in zip(paths, (0.004, 0.016)):
         with file_of(path) as fd:
             for op in ("read", "write"):
@@ -265,19 +265,19 @@ def test_a_slow_path_takes_its_share_and_no_more(paths, by_itself):
                 _aio._inject(op, 0, -1, None, delay=delay, fd=directory.file)
         data = memory(8 * MIB)
         seconds = []
-        for _ in range(3):  # beside other work one may take longer
+        for _ in range(3):  # other work on the machine may slow down one try
             start = time.monotonic()
             for transfer in [swap.write(extent, data) for extent in extents]:
                 transfer.wait()
             seconds.append(time.monotonic() - start)
-        ideal = 96 / (250 + 62.5)  # MiB over MiB/s of both
-        assert ideal * 0.9 < min(seconds) < ideal * 1.3  # equal halves would take 0.77 s
+        ideal = 96 / (250 + 62.5)  # MiB / (MiB/s of both paths)
+        assert ideal * 0.9 < min(seconds) < ideal * 1.3  # equal shares would take 0.77 s
         back = memory(8 * MIB, 0)
         swap.read(extents[5], back).wait()
         assert back == data
 
 
-def test_two_queues_a_path_keep_the_order_of_overlapping_requests(paths):
+def test_two_queues_per_path_keep_the_order_of_overlapping_requests(paths):
     keep(paths[0], num_queues=2, block_nbytes=64 << 10, inflight_nbytes=128 << 10)
     with Swap(paths[:1]) as swap:
         extents = [swap.allocate(2 * MIB) for _ in range(6)]
@@ -298,7 +298,7 @@ def test_two_queues_a_path_keep_the_order_of_overlapping_requests(paths):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_the_path_that_fails_is_the_one_that_is_named(paths, op):
+def test_the_failing_path_is_named(paths, op):
     with Swap(paths) as swap:
         extent = swap.allocate(6 * MIB)
         swap.reserve()

@@ -1,4 +1,4 @@
-"""Engines that nobody closes: they end with their models, whatever else is still held."""
+"""Engines without a call of close() end with their models, even if other references are left."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ def config(directory, **changes):
 
 def layers():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    model.itself = [model]  # as libraries do: only the collector finds it
+    model.itself = [model]  # a cycle, as in some libraries: only the garbage collector frees the model
     return model
 
 
@@ -34,21 +34,21 @@ def train(model, optimizer, num_steps=2):
 
 
 def held(directory):
-    """Threads, descriptors and bytes on disk."""
+    """Number of engine threads, of all threads and of descriptors; bytes on disk."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     return len(our_threads()), threading.active_count(), len(os.listdir("/proc/self/fd")), nbytes
 
 
 @pytest.mark.parametrize("num_engines", [6, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("activations", ["auto", pytest.param("nvme", marks=pytest.mark.long)])
-def test_threads_descriptors_and_files_of_dropped_engines_go(tmp_path, num_engines, activations):
+def test_dropped_engines_leave_no_threads_descriptors_or_files(tmp_path, num_engines, activations):
     found = []
     for _ in range(num_engines):
         model = layers()
         engine = infinity.offload(model, config(tmp_path, activation_tier=activations))
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         loss = train(model, optimizer)
-        del model  # the engine, the optimizer and the last graph are still there
+        del model  # references to the engine, the optimizer and the last graph are left
         gc.collect()
         found.append(held(tmp_path))
     assert found == [found[0]] * num_engines and found[0][0] == found[0][3] == 0, found
@@ -59,7 +59,7 @@ def test_threads_descriptors_and_files_of_dropped_engines_go(tmp_path, num_engin
 
 
 def test_a_cell_that_offloads_and_trains_can_be_run_again(tmp_path):
-    """The second run finds the first one's model in a cycle that nobody has collected, and what it has not bound again yet."""
+    """In the second run, the first model is an uncollected cycle, and names of the first run still refer to its parts."""
     cell = """
 model = layers()
 infinity.offload(model, config(directory))
@@ -80,7 +80,7 @@ losses.append(loss.item())
     infinity.engine_of(names["model"]).close()
 
 
-def test_a_directory_that_a_living_engine_holds_is_refused_and_close_gives_it_back(tmp_path):
+def test_a_directory_of_a_live_engine_is_refused_until_its_close(tmp_path):
     first, second = layers(), layers()
     infinity.offload(first, config(tmp_path))
     infinity.AdamW(first.parameters())
@@ -108,7 +108,7 @@ def test_an_engine_lives_as_long_as_a_part_of_its_model(tmp_path):
     assert not our_threads() and list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_never_started_goes_with_its_model(tmp_path):
+def test_an_engine_that_never_started_ends_with_its_model(tmp_path):
     model = layers()
     infinity.offload(model, config(tmp_path))
     del model
@@ -120,7 +120,7 @@ def test_an_engine_that_never_started_goes_with_its_model(tmp_path):
     assert not our_threads() and list(tmp_path.iterdir()) == []
 
 
-def test_a_program_that_never_closes_leaves_nothing_and_ends_well(tmp_path):
+def test_a_program_without_close_succeeds_and_leaves_no_files(tmp_path):
     done = run_python(
         """
         import sys
@@ -139,8 +139,8 @@ def test_a_program_that_never_closes_leaves_nothing_and_ends_well(tmp_path):
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_a_model_that_is_dropped_beside_its_checkpoint_ends_once_that_is_whole(update, tmp_path):
-    """At once: what step() has announced is updated by the thread that closes it, for which the one that trained waits."""
+def test_a_model_dropped_during_its_save_ends_after_the_save(update, tmp_path):
+    """The engine ends at once: the closing thread runs the announced updates, and the training thread waits for them."""
     (tmp_path / "swap").mkdir()
     model = layers()
     infinity.offload(model, config(tmp_path / "swap", update=update))
@@ -157,7 +157,7 @@ def test_a_model_that_is_dropped_beside_its_checkpoint_ends_once_that_is_whole(u
         assert infinity.load(tmp_path / "saved", other, infinity.AdamW(other.parameters())).step == 2
 
 
-def test_what_a_thread_of_an_engine_drops_is_closed_before_the_process_ends():
+def test_objects_dropped_by_engine_threads_close_before_process_exit():
     source = """
     import threading, time
     import infinity
@@ -173,7 +173,7 @@ def test_what_a_thread_of_an_engine_drops_is_closed_before_the_process_ends():
 
     held = [Owner()]
     dropped.close_with(held[0], Slow())
-    lane = threading.Thread(target=held.clear, name="infinity-update")  # which does not wait
+    lane = threading.Thread(target=held.clear, name="infinity-update")  # a thread with this name must not wait
     lane.start()
     lane.join()
     """

@@ -1,6 +1,6 @@
-"""How programs of several ranks end: well, with an error on one rank or on all, with fewer batches here than there, killed.
+"""Ends of programs on several ranks: success, an error on one rank or on all, unequal numbers of batches, a killed rank.
 
-Each rank is a process of its own that ends as programs do, by the end of its script. They are forked from one that has imported everything.
+Each rank is a process that ends with its script, like a user's program. Ranks are forked from a process that has done all imports.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from helpers import without_gloo
 
 from infinity.system import failure_watch as watch
 
-SECONDS = 30  # in which every program is to end, whatever happened
+SECONDS = 30  # limit for the end of every program
 
 NURSERY = """
 import json, os, sys
@@ -61,17 +61,17 @@ def is_free(port):
 
 
 class Nursery:
-    """A process that has imported what ranks need, and from which they are forked."""
+    """A process with all imports of a rank. Ranks are forked from this process."""
 
     def __init__(self):
         worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0")))
-        self.ports = itertools.cycle(range(12000 + 200 * worker, 12200 + 200 * worker))  # none that another process is given meanwhile
+        self.ports = itertools.cycle(range(12000 + 200 * worker, 12200 + 200 * worker))  # the kernel gives these ports to no process
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, "-c", NURSERY], env=environment, **pipes)
 
     def run(self, size, folder, environment=None, **arguments):
-        """Run `program` on all ranks; (status, output) of each. None of them may take longer than SECONDS."""
+        """Run `program` on all ranks, at most SECONDS. Return (status, output) of each rank."""
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(filter(is_free, self.ports))), "WORLD_SIZE": str(size)}
         shared |= {"LOCAL_WORLD_SIZE": str(size), **(environment or {})}
         outputs = [folder / f"output{rank}" for rank in range(size)]
@@ -121,7 +121,7 @@ def program(
     lingers=False,
     slow=False,
 ):
-    """What a user writes. At `stage` the last rank, the first or each raises or is killed; it has `fewer` batches than the others."""
+    """A user's program. At `stage` the last, the first or each rank raises or is killed. That rank has `fewer` batches than the others."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -137,7 +137,7 @@ def program(
     def come_to(here):
         if here == stage and mine:
             if kills:
-                time.sleep(0.7)  # it says where it is, and the others wait for it
+                time.sleep(0.7)  # time for this rank to report its place, and for others to wait for this rank
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError(f"bad luck: {stage}")
 
@@ -174,14 +174,14 @@ def program(
             optimizer.zero_grad()
             if step == 2 and stage == "idle":
                 come_to("idle")
-                time.sleep(2)  # the others make their next batch
+                time.sleep(2)  # other ranks begin their next batch
             if step == 3:
                 infinity.save(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
                 infinity.load(Path(folder, "saved"), model, optimizer, scheduler=Scheduler())
         come_to("after the loop")
 
     if lingers and not rank:
-        atexit.register(time.sleep, 2)  # before the engine's, so that the watch hears of the others' errors
+        atexit.register(time.sleep, 2)  # runs before the engine's handler, so that the watch receives errors of other ranks
     come_to("before")
     places = {"swap_dirs": folder, "param_tier": "nvme", "optimizer_state_tier": "nvme", "host_memory": "8MiB"}
     config = infinity.Config(device="cpu", dtype="fp32", chunk_mib=1 / 64, verbose=False, **places)
@@ -190,7 +190,7 @@ def program(
         model = Net()
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     if slow:
-        infinity.engine_of(model).updater.lane.on_job = lambda: time.sleep(0.1)  # so that updates are under way when the program is over
+        infinity.engine_of(model).updater.lane.on_job = lambda: time.sleep(0.1)  # updates still run when the script ends
     if closes:
         with infinity.engine_of(model):
             train()
@@ -212,11 +212,11 @@ def assert_ended_well(answers):
 
 
 def assert_ended_with_errors(answers, stage, who):
-    """The one that failed shows its error, each other one an error that says which rank failed and repeats its error; once."""
+    """The failed rank prints its error once. Each other rank prints one error that names the failed rank and repeats that error."""
     culprits = range(len(answers)) if who == "all" else [len(answers) - 1]
     for rank, (status, output) in enumerate(answers):
         assert status == 1, output
-        shown = output.rpartition("direct cause")[2]  # of the last error
+        shown = output.rpartition("direct cause")[2]  # the last error of a chain
         errors = re.findall(r"^(?:\[rank\d\]: |infinity: )?([\w.]*Error: .*)$", shown, re.M)
         assert len(errors) == 1 and f"bad luck: {stage}" in errors[0], output
         if rank not in culprits:
@@ -227,7 +227,7 @@ def assert_ended_with_errors(answers, stage, who):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("size, options", [(2, {}), (2, {"slow": True}), (3, {"destroys": True})], ids=str)
-def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_path, size, options):
+def test_a_successful_program_ends_with_status_0_without_close(nursery, tmp_path, size, options):
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
 
@@ -237,11 +237,11 @@ def test_a_program_that_succeeds_ends_well_with_and_without_close(nursery, tmp_p
     [("before", "one", False), ("construction", "one", False), ("backward", "one", True), ("save", "one", False), ("load", "all", False)]
     + [("after the loop", "one", False)],
 )
-def test_an_error_is_shown_once_on_each_rank(nursery, tmp_path, stage, who, closes):
+def test_an_error_is_printed_once_on_each_rank(nursery, tmp_path, stage, who, closes):
     assert_ended_with_errors(nursery.run(2, tmp_path, stage=stage, who=who, closes=closes), stage, who)
 
 
-def test_who_has_an_error_of_its_own_shows_none_of_another_rank(nursery, tmp_path):
+def test_a_rank_with_its_own_error_prints_no_error_of_another_rank(nursery, tmp_path):
     assert_ended_with_errors(nursery.run(2, tmp_path, stage="backward", who="all", lingers=True), "backward", "all")
 
 
@@ -277,7 +277,7 @@ def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path
         assert f"after step {3 - options['fewer']}" in error and f"in step {4 - options['fewer']}" in error, output
 
 
-def test_the_same_number_of_batches_is_none(nursery, tmp_path):
+def test_equal_numbers_of_batches_are_no_error(nursery, tmp_path):
     assert_ended_well(nursery.run(2, tmp_path, batches=3, barrier=True))
 
 
@@ -294,7 +294,7 @@ KILLED = {
 
 
 def assert_killed_is_named(answers, stage, killed, how):
-    """Each survivor ends with one PeerError, which says that the killed rank ended, and where it was."""
+    """Each other rank ends with one PeerError, which names the killed rank and its last place."""
     size = len(answers)
     for rank, (status, output) in enumerate(answers):
         if rank == killed:
@@ -307,7 +307,7 @@ def assert_killed_is_named(answers, stage, killed, how):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
-def test_a_rank_that_is_killed_is_named_on_all_others(nursery, tmp_path, size, stage):
+def test_a_killed_rank_is_named_on_all_other_ranks(nursery, tmp_path, size, stage):
     answers = nursery.run(size, tmp_path, stage=stage, kills=True)
     assert_killed_is_named(answers, stage, size - 1, "ended without a word, last ")
     assert all("gloo" not in output for _, output in answers)
@@ -334,7 +334,7 @@ class Listener:
 
 
 class LostStore:
-    """A store whose process ends as soon as a rank watches the others."""
+    """A store whose process ends once a rank watches the others."""
 
     def __init__(self):
         self.store, self.is_lost = dist.HashStore(), False
@@ -353,7 +353,7 @@ class LostStore:
         (None, "", "the launcher's store does not answer: has torchrun ended"),
     ],
 )
-def test_a_lost_store_names_the_rank_of_another_machine_that_kept_it(keeper, left, expected, monkeypatch):
+def test_a_lost_store_names_the_remote_rank_that_kept_it(keeper, left, expected, monkeypatch):
     monkeypatch.setattr(watch, "WATCH_S", 0.01)
     monkeypatch.setattr(watch, "BROKEN_S", 0.05)
     store, listener = LostStore(), Listener()
@@ -369,14 +369,14 @@ def test_a_lost_store_names_the_rank_of_another_machine_that_kept_it(keeper, lef
 
 
 @pytest.mark.long
-def test_a_rank_0_killed_before_it_makes_an_engine_is_named(nursery, tmp_path):
+def test_a_rank_0_killed_before_its_engine_exists_is_named(nursery, tmp_path):
     answers = nursery.run(2, tmp_path, stage="before", kills=True, who="first")
     assert_killed_is_named(answers, "before", 0, "keeps the launcher's store and does not answer")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("size, stage", [(3, "forward"), (2, "backward"), (3, "step"), (2, "idle")])
-def test_a_killed_rank_0_is_named_where_torchrun_keeps_the_store(nursery, tmp_path, size, stage):
+def test_a_killed_rank_0_is_named_if_torchrun_keeps_the_store(nursery, tmp_path, size, stage):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     answers = nursery.run(size, tmp_path, environment, stage=stage, kills=True, who="first")
@@ -386,10 +386,10 @@ def test_a_killed_rank_0_is_named_where_torchrun_keeps_the_store(nursery, tmp_pa
 # ---- torchrun without a group ----
 
 
-def test_ranks_that_do_not_know_of_each_other_are_refused_with_the_line_to_add(nursery, tmp_path):
+def test_ranks_without_a_process_group_are_refused_with_the_line_to_add(nursery, tmp_path):
     for status, output in nursery.run(2, tmp_path, groups=False):
         assert status == 1
         line = re.search(r"UsageError: .* Add the line (torch\.distributed\.init_process_group\(.*?\)) before", output)[1]
-        assert line == 'torch.distributed.init_process_group("gloo")', output  # as `program` has it with groups=True
+        assert line == 'torch.distributed.init_process_group("gloo")', output  # the same line as in `program` with groups=True
     assert_ended_well(nursery.run(2, tmp_path, groups=True))
     assert_ended_well(nursery.run(1, tmp_path, groups=False))

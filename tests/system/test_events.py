@@ -1,4 +1,4 @@
-"""Meters: what several threads report of one link is counted once, and whole."""
+"""Meters count the reports of several threads about one link completely, and overlapping times once."""
 
 import random
 import threading
@@ -7,7 +7,7 @@ import pytest
 
 from infinity.system.events import Events
 
-SECONDS = 20  # after which a thread is taken to hang
+SECONDS = 20  # a thread that takes longer counts as hung
 
 
 def busy(*spells):
@@ -21,18 +21,18 @@ def busy(*spells):
     "spells, seconds",
     [
         ([(0, 1), (2, 4)], 3),
-        ([(0, 2), (1, 4)], 4),  # one after the other, and begun before the end of the one before
-        ([(5, 8), (0, 10)], 10),  # another thread's, which was told first
+        ([(0, 2), (1, 4)], 4),  # overlapping transfers
+        ([(5, 8), (0, 10)], 10),  # the report of the other thread came first
         ([(2, 3), (5, 8), (0, 6)], 8),
         ([(0, 10), (5, 8)], 10),
         ([(1, 2), (4, 5), (4.5, 9), (6, 7)], 6),
     ],
 )
-def test_a_link_is_busy_while_at_least_one_transfer_is_under_way(spells, seconds):
+def test_a_link_is_busy_while_at_least_one_transfer_runs(spells, seconds):
     assert busy(*spells) == seconds
 
 
-def test_spells_of_two_lines_count_like_their_union():
+def test_overlapping_times_of_two_threads_count_as_their_union():
     chance = random.Random(0)
     for _ in range(50):
         spells = []
@@ -47,8 +47,8 @@ def test_spells_of_two_lines_count_like_their_union():
         assert busy(*spells) == len(moments)
 
 
-def test_no_report_of_two_threads_is_lost():
-    """As of updates: the update lane's, and the training thread's of records on the device."""
+def test_no_report_of_two_threads_is_lost_in_a_race():
+    """The update lane and the training thread (records on the device) both report updates."""
     events, gate = Events(), threading.Barrier(2)
 
     def report():

@@ -1,4 +1,4 @@
-"""The first failure: of many at once one stands and is told, and who waits learns of it."""
+"""FirstFailure: of many failures at once, one is kept and reported. Waiting threads are woken."""
 
 import threading
 
@@ -7,10 +7,10 @@ import pytest
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Monitor
 
-SECONDS = 20  # after which a thread is taken to hang
+SECONDS = 20  # a thread that takes longer counts as hung
 
 
-def test_of_many_threads_that_fail_at_once_one_is_kept_and_told():
+def test_of_many_failures_at_once_one_is_kept_and_reported():
     for _ in range(50):
         told, errors = [], [OSError(number) for number in range(8)]
         failure, gate = FirstFailure(lambda error, what: told.append((error, what))), threading.Barrier(8)
@@ -30,7 +30,7 @@ def test_of_many_threads_that_fail_at_once_one_is_kept_and_told():
         assert caught.value is failure.error
 
 
-def test_who_waits_is_woken():
+def test_a_failure_wakes_a_waiting_thread():
     failure, monitor, seen = FirstFailure(), Monitor(), []
     failure.wakes(monitor)
 
@@ -45,7 +45,7 @@ def test_who_waits_is_woken():
     assert seen == [True]
 
 
-def test_what_is_in_order_raises_nothing():
+def test_check_without_a_failure_raises_nothing():
     failure = FirstFailure()
     failure.check()
     assert failure.error is None

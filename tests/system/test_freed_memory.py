@@ -1,4 +1,4 @@
-"""What was freed goes back to the system: a process that trains is no larger than its budgets say."""
+"""Freed memory goes back to the system: a training process stays within the budgets."""
 
 import pytest
 from helpers import run_python
@@ -18,7 +18,7 @@ TRAINING = """
     plain(x, x).backward()
     del plain
     ctypes.CDLL(None).malloc_trim(0)
-    base = resident_nbytes()  # PyTorch, and what it keeps for ops
+    base = resident_nbytes()  # PyTorch and its caches of ops
     budgets = {"device_memory": device_mib << 20, "host_memory": host_mib << 20}
     with infinity.init(infinity.Config(swap_dirs=directory, device="cpu", param_tier="nvme", optimizer_state_tier="nvme", **budgets)):
         model = GPT(hidden, layers, 4, 256, 64)
@@ -49,7 +49,7 @@ TRAINING = """
 @pytest.mark.parametrize(
     "sizes", [(1024, 5, 75, 75), pytest.param((2048, 10, 400, 300), marks=pytest.mark.long)], ids=["64 M parameters", "504 M parameters"]
 )
-def test_a_settled_process_takes_its_budgets_and_what_pytorch_takes(sizes, tmp_path):
+def test_a_training_process_stays_within_15_percent_of_its_budgets(sizes, tmp_path):
     done = run_python(TRAINING, tmp_path, *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -66,7 +66,7 @@ PASSES = """
     for depth in depths:
         with infinity.init(config):
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-        optimizer = infinity.AdamW(model.parameters())  # the engine starts: its host memory is resident from now on
+        optimizer = infinity.AdamW(model.parameters())  # the engine starts: from now on the host memory is resident
         peak = start = resident_nbytes()
 
         def note(*_):
@@ -94,7 +94,7 @@ PASSES = """
     ids=["8 to 31 M parameters", "67 to 199 M parameters"],
 )
 def test_a_pass_of_any_model_stays_within_its_budgets(sizes, tmp_path):
-    """Resident memory in a pass grows by the device memory's budget and a constant, whatever the size of the model."""
+    """Within a pass, resident memory grows by the budget of device memory and a constant, for models of all sizes."""
     done = run_python(PASSES, tmp_path, *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -104,7 +104,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Resident memory in MiB as looks find it in turn; and how often blocks went back."""
+    """A fake: `sizes` are the successive readings of resident memory, in MiB; `num_trims` counts calls of malloc_trim."""
 
     class Memory:
         sizes: list[int]
@@ -120,14 +120,14 @@ def memory(monkeypatch):
 
 
 def look(memory, end, sizes):
-    """Whether blocks went back; all of sizes were found."""
+    """Return the number of trims during end(), which must take all readings of `sizes`."""
     before, memory.sizes = memory.num_trims, sizes
     end()
     assert not memory.sizes
     return memory.num_trims - before
 
 
-def test_memory_goes_back_when_it_has_grown_by_a_share_of_the_budgets(memory):
+def test_memory_is_trimmed_after_growth_by_a_share_of_the_budgets(memory):
     freed = Freed(500 * MIB, 0, lambda: (0, 0))
     for sizes, goes_back in (([900, 500], 1), ([550], 0), ([551, 540], 1), ([300], 0), ([351, 340], 1)):
         assert look(memory, freed.give_back, sizes) == goes_back
@@ -144,28 +144,28 @@ def test_a_step_keeps_freed_blocks_up_to_the_budget_of_spans(memory):
         assert look(memory, end, sizes) == goes_back
 
 
-def test_a_pass_whose_kept_blocks_are_not_used_again_gives_them_back_sooner(memory):
+def test_unused_freed_blocks_go_back_within_a_pass(memory):
     held = [10 * MIB, 20 * MIB]
     freed = Freed(200 * MIB, 100 * MIB, lambda: held)
     allocate = lambda: freed.note_allocated(LOOK_NBYTES)
-    look(memory, freed.give_back, [310, 310])  # 300 beside what is held
+    look(memory, freed.give_back, [310, 310])  # 300 MiB beside the held 10
     assert look(memory, lambda: freed.note_allocated(LOOK_NBYTES - 1), []) == 0
     assert look(memory, lambda: freed.note_allocated(1), [400]) == 0
-    assert look(memory, allocate, [401, 320]) == 1  # of which 310 are rest and activations
+    assert look(memory, allocate, [401, 320]) == 1  # 310 of them are the rest and activations
     assert look(memory, allocate, [350]) == 0
     assert look(memory, allocate, [351, 320]) == 1
-    assert look(memory, allocate, [305]) == 0  # activations have gone
+    assert look(memory, allocate, [305]) == 0  # activations are freed
     assert look(memory, allocate, [336, 305]) == 1
 
 
 @pytest.mark.parametrize("budget_nbytes, slack_nbytes", [(0, LEAST_NBYTES), (1 << 40, MOST_NBYTES)])
-def test_slack_is_neither_too_small_nor_too_large(memory, budget_nbytes, slack_nbytes):
+def test_slack_has_a_lower_and_an_upper_limit(memory, budget_nbytes, slack_nbytes):
     freed = Freed(budget_nbytes, 0, lambda: (0, 0))
     assert look(memory, freed.give_back, [slack_nbytes // MIB + 1, 0]) == 1
     assert look(memory, freed.give_back, [slack_nbytes // MIB]) == 0
 
 
-def test_a_process_without_descriptors_or_proc_goes_on(monkeypatch):
+def test_a_process_without_descriptors_or_proc_continues(monkeypatch):
     def fail():
         raise OSError(24, "Too many open files")
 

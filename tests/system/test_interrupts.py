@@ -1,4 +1,4 @@
-"""SIGINT at lines of Python all over a training step: what follows is as if the step had not begun, or as if it had ended."""
+"""SIGINT at many Python lines of a training step: afterwards the step either has not begun or has ended."""
 
 import functools
 import signal
@@ -18,7 +18,7 @@ SETTINGS = {
     "host": {"update": "deferred", "param_tier": "host", "optimizer_state_tier": "host", "residency": "none"},
     "resident": {"update": "deferred"},
 }
-# Of PyTorch, which an interrupt there leaves switched, and what is called when something dies, where Python drops it.
+# Without interrupts: PyTorch's files whose global switches an interrupt leaves changed, and finalizers, in which Python drops exceptions.
 LEFT_OUT = (torch.utils.checkpoint.__file__, torch.autograd.graph.__file__, torch.autograd.grad_mode.__file__, torch.utils._contextlib.__file__)
 LEFT_OUT += (torch.autograd.profiler.__file__, weakref.__file__)
 MODELS = {"mlp": mlp, "checkpointed": functools.partial(checkpointed, False), "reentrant": functools.partial(checkpointed, True)}
@@ -36,7 +36,7 @@ def evaluate(model):
 
 
 def interrupted(work, number):
-    """Run it with a SIGINT at the number-th line of Python from now on; how many lines there were."""
+    """Run work() with a SIGINT at the number-th Python line (0: none). Return the number of lines that were run."""
     seen = 0
 
     def trace(frame, event, _):
@@ -60,7 +60,7 @@ def interrupted(work, number):
 
 
 def positions(num_lines, num):
-    """Spread evenly."""
+    """Return `num` line numbers, evenly spaced."""
     return [1 + i * (num_lines - 1) // (num - 1) for i in range(num)]
 
 
@@ -90,16 +90,16 @@ def try_each(make, config, directory, num):
             assert torch.equal(loss, evaluate(reference_model)), f"after an interrupt at line {number} of {num_lines}"
             assert_equals_reference(engine, model, reference_model, reference)
             assert_nothing_held(engine)
-            assert torch._C._is_torch_function_enabled(), f"left switched off at line {number} of {num_lines}"
+            assert torch._C._is_torch_function_enabled(), f"__torch_function__ stayed off after an interrupt at line {number} of {num_lines}"
             train(model, optimizer, step)
             follow()
         assert_equals_reference(engine, model, reference_model, reference)
         assert all(num_ended), num_ended
-    while torch._C._autograd._top_saved_tensors_default_hooks(True):  # a checkpoint's, cut between its lines, is PyTorch's to lose
+    while torch._C._autograd._top_saved_tensors_default_hooks(True):  # PyTorch loses hooks of an interrupted checkpoint
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-OF_REENTRANT = {"nvme", "some of it on nvme"}  # in the short form: elsewhere its lines are those of the other kind of checkpointing
+OF_REENTRANT = {"nvme", "some of it on nvme"}  # short runs: other settings run the same lines as `checkpointed`
 CASES = [
     pytest.param(make, setting, marks=[pytest.mark.long] if make == "reentrant" and setting not in OF_REENTRANT else [])
     for make in MODELS

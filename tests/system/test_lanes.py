@@ -1,4 +1,4 @@
-"""Lanes: order, results and errors reach whoever waits; nothing is kept alive; closing finishes the work."""
+"""Lanes run jobs in order. Results and errors reach every waiting thread. Lanes keep nothing alive, and close() finishes all jobs."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane
 from infinity.system.waits import waiting, waits
 
-SECONDS = 20  # after which a thread is taken to hang
+SECONDS = 20  # a thread that takes longer counts as hung
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_push_does_not_wait(lane):
 
 
 def fall_asleep(lane) -> None:
-    """Have the lane do all that it has, and wait for more."""
+    """Wait until the lane has run all jobs and sleeps."""
     lane.drain()
     end = time.monotonic() + SECONDS
     while not lane._changed._condition._waiters and time.monotonic() < end:
@@ -56,12 +56,12 @@ def fall_asleep(lane) -> None:
 
 
 def sleeps_on(lane) -> bool:
-    """Give the lane time to begin with what it has; whether it did not."""
+    """Wait 50 ms. Return whether the lane still has not begun the jobs in the line."""
     time.sleep(0.05)
     return bool(lane._line)
 
 
-def test_what_is_pushed_quietly_runs_before_the_next_one(lane, monkeypatch):
+def test_a_quiet_job_runs_before_the_next_job(lane, monkeypatch):
     monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
     fall_asleep(lane)
     done = []
@@ -72,7 +72,7 @@ def test_what_is_pushed_quietly_runs_before_the_next_one(lane, monkeypatch):
 
 
 @pytest.mark.parametrize("rouse", [Job.wait, lambda job: job.lane.wake(), lambda job: job.lane.drain(), lambda job: job.lane.close()])
-def test_what_is_pushed_quietly_runs_once_somebody_waits(lane, monkeypatch, rouse):
+def test_a_quiet_job_runs_once_a_thread_waits(lane, monkeypatch, rouse):
     monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
     fall_asleep(lane)
     done = threading.Event()
@@ -82,14 +82,14 @@ def test_what_is_pushed_quietly_runs_once_somebody_waits(lane, monkeypatch, rous
     assert done.wait(SECONDS / 2)
 
 
-def test_what_is_pushed_quietly_does_not_wait_for_ever(lane):
+def test_a_quiet_job_runs_within_bounded_time(lane):
     fall_asleep(lane)
     done = threading.Event()
     lane.push(done.set, quiet=True)
     assert done.wait(SECONDS)
 
 
-def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):
+def test_every_wait_raises_a_jobs_error_and_other_jobs_run(lane):
     failing, following = lane.push(lambda: 1 / 0), lane.push(lambda: 3)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -97,7 +97,7 @@ def test_an_error_is_raised_at_every_wait_and_stops_no_other_job(lane):
     assert failing.done and following.wait() == 3
 
 
-def test_a_hurried_job_passes_others_once_it_is_ready(lane):
+def test_a_hurried_ready_job_overtakes_others(lane):
     gate, begun, done, is_ready = threading.Event(), threading.Event(), [], set()
     lane.push(lambda: begun.set() or gate.wait())
     jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(6)]
@@ -107,13 +107,13 @@ def test_a_hurried_job_passes_others_once_it_is_ready(lane):
         lane.hurry(jobs[number])
     gate.set()
     lane.drain()
-    assert done == [5, 3, 0, 1, 2, 4]  # as they were hurried, but 4, which was not ready until its turn came
-    lane.hurry(jobs[0])  # it is over: nothing happens
+    assert done == [5, 3, 0, 1, 2, 4]  # in the order of hurry(), except 4, which was not ready before its turn
+    lane.hurry(jobs[0])  # a finished job: no effect
     lane.push(lambda: done.append(6)).wait()
     assert done[-1] == 6
 
 
-def test_a_hurried_job_goes_ahead_when_it_becomes_ready(lane):
+def test_a_hurried_job_overtakes_once_it_becomes_ready(lane):
     done, is_ready = [], set()
     gates = [threading.Event() for _ in range(2)]
     entered = [threading.Event() for _ in range(2)]
@@ -122,14 +122,14 @@ def test_a_hurried_job_goes_ahead_when_it_becomes_ready(lane):
     jobs = [lane.push(lambda n=n: done.append(n), ready=lambda n=n: n in is_ready) for n in range(3)]
     lane.hurry(jobs[2])
     gates[0].set()
-    assert entered[1].wait(SECONDS)  # it was not ready when this one was chosen
+    assert entered[1].wait(SECONDS)  # job 2 was not ready when the lane chose the second gate
     is_ready.add(2)
     gates[1].set()
     lane.drain()
     assert done == [2, 0, 1]
 
 
-def test_drain_waits_for_all_whether_it_succeeds_or_not(lane):
+def test_drain_waits_for_successful_and_failed_jobs(lane):
     done = []
     for number in range(5):
         lane.push(lambda number=number: done.append(number) or 1 / (number - 2))
@@ -137,7 +137,7 @@ def test_drain_waits_for_all_whether_it_succeeds_or_not(lane):
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_what_a_job_held_is_let_go_when_it_is_over(lane):
+def test_a_finished_job_holds_no_references(lane):
     class Gradient:
         pass
 
@@ -150,7 +150,7 @@ def test_what_a_job_held_is_let_go_when_it_is_over(lane):
     assert gone.wait(SECONDS)
 
 
-def test_close_finishes_what_was_pushed_and_may_be_repeated(lane):
+def test_close_finishes_all_jobs_and_may_be_repeated(lane):
     done = []
     for number in range(50):
         lane.push(lambda number=number: done.append(number))
@@ -182,7 +182,7 @@ def test_many_threads_wait_for_one_job():
     assert results == ["result"] * 16
 
 
-def test_the_first_error_of_a_job_is_told_with_what_it_was_before_who_waits_goes_on(lane):
+def test_the_first_error_is_reported_with_its_job_before_the_wait_ends(lane):
     told = []
     lane.failure = FirstFailure(lambda error, what: told.append((str(error), what)))
     lane.push(lambda: None, "fine").wait()
@@ -197,7 +197,7 @@ def test_the_first_error_of_a_job_is_told_with_what_it_was_before_who_waits_goes
     assert told == [("division by zero", "chunk 7 (test): ")] and type(lane.failure.error) is ZeroDivisionError
 
 
-def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_behind():
+def test_waits_for_an_abandoned_lane_raise_and_close_does_not_wait():
     lane, gate = Lane("test"), threading.Event()
     stuck, behind = lane.push(gate.wait), lane.push(lambda: "done")
     threading.Timer(0.1, lane.abandon, [RuntimeError("another rank")]).start()
@@ -212,7 +212,7 @@ def test_who_waits_for_an_abandoned_lane_gets_the_error_and_closing_leaves_it_be
     assert not lane.is_stuck and (stuck.wait(), behind.wait()) == (True, "done")
 
 
-def test_a_thread_is_waiting_while_it_waits_for_a_lane_and_no_longer(lane):
+def test_a_thread_is_listed_as_waiting_only_while_it_waits(lane):
     inside, gate, seen = threading.Event(), threading.Event(), []
     lane.push(lambda: inside.set() or gate.wait())
     following = lane.push(lambda: seen.append(waiter.ident in waiting))
@@ -220,21 +220,21 @@ def test_a_thread_is_waiting_while_it_waits_for_a_lane_and_no_longer(lane):
     assert inside.wait(SECONDS)
     assert threading.get_ident() not in waiting
     waiter.start()
-    while waiter.ident not in waiting:  # it is on its way there
+    while waiter.ident not in waiting:  # until the thread waits
         assert waiter.is_alive()
     gate.set()
     waiter.join(SECONDS)
     assert seen == [True] and waiter.ident not in waiting
 
 
-def test_who_waits_for_what_is_over_does_not_wait(lane):
+def test_a_wait_for_a_finished_job_returns_at_once(lane):
     job = lane.push(lambda: "over")
     lane.drain()
     with mock.patch("infinity.system.lanes.waits", side_effect=AssertionError):
         assert job.wait() == "over"
 
 
-def test_waiting_ends_with_an_error_too(lane):
+def test_a_failed_job_ends_the_wait(lane):
     with pytest.raises(ZeroDivisionError), waits("a job"):
         assert threading.get_ident() in waiting
         lane.push(lambda: 1 / 0).wait()

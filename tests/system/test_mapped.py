@@ -1,4 +1,4 @@
-"""Which memory is a file's, and that no more of it than asked for is read ahead."""
+"""Memory of mapped files is found, and read ahead up to the given limit only."""
 
 import ctypes
 import mmap
@@ -20,7 +20,7 @@ PAGE = mmap.PAGESIZE
 
 @pytest.fixture
 def file(tmp_path):
-    """A path with a blank, and a tensor over all of the file, 16 pages."""
+    """A path with a blank, and a tensor that maps the whole file of 16 pages."""
     path = tmp_path / "some file"
     path.write_bytes(os.urandom(16 * PAGE))
     return str(path), torch.from_file(str(path), size=16 * PAGE, dtype=torch.uint8)
@@ -31,20 +31,20 @@ def test_memory_of_a_file_is_known_by_its_path_and_offset(file):
     files, address = MappedFiles(), tensor.data_ptr()
     assert files.find(address, 16 * PAGE) == Part(path, 0, 16 * PAGE, address)
     assert files.find(address + 100, 2 * PAGE) == Part(path, 100, 2 * PAGE, address + 100)
-    assert files.find(address + PAGE, 16 * PAGE) is None  # ends elsewhere
+    assert files.find(address + PAGE, 16 * PAGE) is None  # the range ends after the mapping
     assert files.find(address, 0) is None
 
 
-def test_other_memory_is_no_files(file):
+def test_other_memory_belongs_to_no_file(file):
     files, heap = MappedFiles(), torch.zeros(16 * PAGE, dtype=torch.uint8)
     assert files.find(heap.data_ptr(), heap.numel()) is None and files.find(0, 1) is None
-    shared = mmap.mmap(-1, PAGE)  # anonymous, though the kernel gives it a name
+    shared = mmap.mmap(-1, PAGE)  # anonymous memory with a name from the kernel
     assert MappedFiles().find(torch.frombuffer(shared, dtype=torch.uint8).data_ptr(), PAGE) is None
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the kernel is asked to read: path, offset, nbytes, advice."""
+    """Calls of posix_fadvise as (path, offset, nbytes, advice)."""
     asked, advise = [], os.posix_fadvise
 
     def noting(file, offset, nbytes, advice):
@@ -57,11 +57,11 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def older_kernel(monkeypatch):
-    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)  # an advice that none knows
+    monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)  # an advice that no kernel knows
 
 
-def test_files_are_read_so_far_ahead(file, asked, monkeypatch, older_kernel):
-    """Parts of two pages each, with other memory between them."""
+def test_files_are_read_ahead_up_to_the_limit(file, asked, monkeypatch, older_kernel):
+    """The file is used in parts of two pages, with other memory between them."""
     path, tensor = file
     heap = torch.zeros(PAGE)
     monkeypatch.setattr(mapped, "LEAST_AHEAD_NBYTES", 4 * PAGE)
@@ -77,17 +77,17 @@ def test_files_are_read_so_far_ahead(file, asked, monkeypatch, older_kernel):
         with ReadAhead(memory) as ahead:
             ahead.reach(reached)
             ahead._pool.shutdown()
-        assert sorted(asked) == expected(number), reached  # two threads ask
+        assert sorted(asked) == expected(number), reached  # two threads call the kernel
 
 
-def test_what_is_read_ahead_is_touched_without_a_fault(file):
-    """Where the kernel can (Linux 5.14): from the page that a part begins in to the one that it ends in."""
+def test_pages_read_ahead_are_mapped_without_page_faults(file):
+    """From the first page to the last page of a part. Needs Linux 5.14."""
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14):
-        pytest.skip("an older kernel")
+        pytest.skip("needs Linux 5.14 or newer")
     path, tensor = file
 
     def resident():
-        """Bytes of the file that this process's page tables have."""
+        """Bytes of the file in this process's page tables."""
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
         return next(int(line.split()[1]) << 10 for found in lines if found.endswith(path) for line in lines if line.startswith("Rss:"))
 
@@ -98,8 +98,8 @@ def test_what_is_read_ahead_is_touched_without_a_fault(file):
     assert resident() >= 7 * PAGE
 
 
-def test_who_closes_waits_for_pieces_under_way_alone(file, asked, monkeypatch, older_kernel):
-    """A parameter has gigabytes: an error or an interrupt came once all of it was read."""
+def test_close_waits_only_for_pieces_already_begun(file, asked, monkeypatch, older_kernel):
+    """A parameter may have gigabytes. An error or an interrupt must not wait until all of them are read."""
     path, tensor = file
     begun, go = threading.Semaphore(0), threading.Event()
     advise = os.posix_fadvise
@@ -127,21 +127,21 @@ def test_who_closes_waits_for_pieces_under_way_alone(file, asked, monkeypatch, o
     assert sorted(asked) == [(path, begin * PAGE, 3 * PAGE, os.POSIX_FADV_WILLNEED) for begin in (1, 4)]
 
 
-def test_a_file_that_is_gone_is_not_asked_for(file):
+def test_a_deleted_file_is_no_error(file):
     path, tensor = file
     os.unlink(path)
     with ReadAhead([(tensor.data_ptr(), PAGE)]) as ahead:
         ahead.reach(0)
 
 
-def test_files_that_are_met_are_read_from_their_beginning_so_far_as_there_is_room(file, asked, monkeypatch):
+def test_met_files_are_read_from_the_beginning_up_to_the_limit(file, asked, monkeypatch):
     path, tensor = file
     monkeypatch.setattr(mapped, "LEAST_AHEAD_NBYTES", 20 * PAGE)
     monkeypatch.setattr(mapped, "PIECE_NBYTES", 6 * PAGE)
     with FilesAhead(PAGE) as ahead:
         for address in (torch.zeros(PAGE).data_ptr(), tensor.data_ptr() + 9 * PAGE, tensor.data_ptr()):
             ahead.meet(address)
-        other = Path(path).with_name("another")  # is mapped later
+        other = Path(path).with_name("another")  # mapped after the block has begun
         other.write_bytes(bytes(16 * PAGE))
         later = torch.from_file(str(other), size=16 * PAGE, dtype=torch.uint8)
         ahead.meet(later.data_ptr())
@@ -149,22 +149,22 @@ def test_files_that_are_met_are_read_from_their_beginning_so_far_as_there_is_roo
         gone.write_bytes(bytes(PAGE))
         removed = torch.from_file(str(gone), size=PAGE, dtype=torch.uint8)
         gone.unlink()
-        ahead.meet(removed.data_ptr())  # is read all the same, later
+        ahead.meet(removed.data_ptr())  # deleted: read later, by page faults
         ahead._pool.shutdown()
     pieces = [(path, 0, 6), (path, 6, 6), (path, 12, 4), (str(other), 0, 4)]
     assert asked == [(name, begin * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED) for name, begin, count in pieces]
 
 
 def resident(tensor):
-    """Bytes of a mapped file, a tensor over all of it, that the page cache has."""
+    """Bytes of a mapped file in the page cache. tensor: maps the whole file."""
     pages = (ctypes.c_ubyte * -(-tensor.numel() // PAGE))()
     assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), pages) == 0
     return sum(page & 1 for page in pages) * PAGE
 
 
 @pytest.mark.parametrize("reader", ["of files", "of memory"])
-def test_all_of_a_piece_is_read(tmp_path, reader, older_kernel):
-    """Of an advice for more than the drive's read-ahead and its largest request the kernel reads only so much."""
+def test_a_large_piece_is_read_completely(tmp_path, reader, older_kernel):
+    """For one advice, the kernel reads at most the drive's read-ahead size and largest request."""
     path, nbytes = tmp_path / "weights", 48 << 20
     with path.open("wb") as file:
         file.write(os.urandom(nbytes))
@@ -177,12 +177,12 @@ def test_all_of_a_piece_is_read(tmp_path, reader, older_kernel):
         ahead._pool.shutdown()
     deadline = time.monotonic() + 10
     while resident(tensor) < nbytes and time.monotonic() < deadline:
-        time.sleep(0.01)  # the drive is at it
-    assert resident(tensor) > nbytes * 3 // 4  # advice: the kernel may leave some out
+        time.sleep(0.01)  # the drive still reads
+    assert resident(tensor) > nbytes * 3 // 4  # the kernel may skip pages of an advice
 
 
-def test_memory_that_is_no_files_is_looked_for_ever_less_often(file, asked, monkeypatch):
-    """A look takes milliseconds in a process with libraries of CUDA, and models of NumPy's arrays have thousands of parameters."""
+def test_lookups_become_rarer_for_memory_of_no_file(file, asked, monkeypatch):
+    """With CUDA's libraries in the process a lookup takes milliseconds. A model of NumPy arrays can have thousands of parameters."""
     path, tensor = file
     looks, heap = [], torch.zeros(PAGE)
     monkeypatch.setattr(mapped, "MappedFiles", lambda: looks.append(1) or MappedFiles())
@@ -190,7 +190,7 @@ def test_memory_that_is_no_files_is_looked_for_ever_less_often(file, asked, monk
         for _ in range(1000):
             ahead.meet(heap.data_ptr())
         assert len(looks) == 10
-        later = torch.from_file(path, size=PAGE, dtype=torch.uint8)  # another mapping, not known yet
+        later = torch.from_file(path, size=PAGE, dtype=torch.uint8)  # a new mapping, unknown so far
         for _ in range(24):
             ahead.meet(later.data_ptr())
         assert len(looks) == 11
@@ -198,7 +198,7 @@ def test_memory_that_is_no_files_is_looked_for_ever_less_often(file, asked, monk
     assert [name for name, *_ in asked] == [path]
 
 
-def test_a_file_that_is_met_once_the_block_has_ended_is_not_asked_for(file, asked):
+def test_a_file_met_after_the_block_is_not_read(file, asked):
     _, tensor = file
     with FilesAhead(0) as ahead:
         pass
@@ -206,8 +206,8 @@ def test_a_file_that_is_met_once_the_block_has_ended_is_not_asked_for(file, aske
     assert not asked
 
 
-def test_a_parameter_that_was_away_may_be_a_file_when_a_construction_ends(tmp_path):
-    """The mode does not see that it is."""
+def test_a_mapped_value_set_behind_the_mode_is_read(tmp_path):
+    """The assignment bypasses the mode of infinity.init."""
     path = tmp_path / "weights.pt"
     torch.save(torch.rand(64, 64), path)
     with infinity.init(infinity.Config(device="cpu", dtype="fp32", swap_dirs=str(tmp_path)), window=0):
@@ -219,7 +219,7 @@ def test_a_parameter_that_was_away_may_be_a_file_when_a_construction_ends(tmp_pa
         assert torch.equal(engine.read_state(layer.weight)["weight"], torch.load(path))
 
 
-def test_a_file_is_read_while_a_model_is_built_of_it(tmp_path, asked):
+def test_a_file_is_read_while_a_model_is_built_from_it(tmp_path, asked):
     path = tmp_path / "weights.pt"
     torch.save(torch.nn.Linear(64, 64).state_dict(), path)
     nbytes = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Pace: a step that takes very long says so, with what it waits for, once a minute; others say nothing."""
+"""Pace: a very long step reports its current wait once a minute. Other steps report nothing."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ from infinity.system.waits import waits
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds of the pace's clock, to be moved on."""
+    """The clock of Pace, in seconds; a test moves the clock forward."""
     seconds = [1000.0]
     monkeypatch.setattr(pace, "now", lambda: seconds[0])
     return seconds
@@ -21,7 +21,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def steps(clock):
-    """An engine's pace, after ten steps that took a second each, but for the first two, which took longer."""
+    """The Pace of an engine after ten steps: two of 30 s, then eight of 1 s."""
     events = Events()
     made = Pace(events, "rank 1 of 2, ")
     made.events = events
@@ -34,7 +34,7 @@ def steps(clock):
 
 
 def lines(capsys, what="an update of chunk 3"):
-    """What is said by who looks while a thread of the program waits."""
+    """Lines that look() prints while a thread of the program waits for `what` (None: no thread waits)."""
     if what is not None:
         with waits(what):
             look()
@@ -43,7 +43,7 @@ def lines(capsys, what="an update of chunk 3"):
     return capsys.readouterr().err.splitlines()
 
 
-def test_a_step_of_ten_times_the_median_says_what_it_waits_for_once_a_minute(steps, clock, capsys):
+def test_a_step_of_ten_times_the_median_reports_its_wait_each_minute(steps, clock, capsys):
     steps.begin()
     steps.events.stalled("update", 3, 0.0, 7.5)
     steps.events.stalled("nvme_read", 3, 0.0, 0.05)
@@ -63,7 +63,7 @@ def test_a_step_of_ten_times_the_median_says_what_it_waits_for_once_a_minute(ste
     assert "step 11 takes 70.2 s so far" in line and "for room in host memory;" in line
 
 
-def test_nothing_is_said_while_the_program_waits_for_nothing_of_the_engines_or_between_steps(steps, clock, capsys):
+def test_no_report_without_a_wait_for_the_engine_or_between_steps(steps, clock, capsys):
     steps.begin()
     clock[0] += 100
     assert lines(capsys, None) == []
@@ -73,7 +73,7 @@ def test_nothing_is_said_while_the_program_waits_for_nothing_of_the_engines_or_b
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])
-def test_no_lane_ends_where_nothing_can_be_said(steps, clock, monkeypatch, capsys, stream):
+def test_a_closed_stderr_is_no_error(steps, clock, monkeypatch, capsys, stream):
     if stream == "closed":
         stream = io.StringIO()
         stream.close()
@@ -87,7 +87,7 @@ def test_no_lane_ends_where_nothing_can_be_said(steps, clock, monkeypatch, capsy
     assert len(lines(capsys)) == 1
 
 
-def test_short_steps_may_be_ten_times_as_long(clock, capsys):
+def test_a_short_step_is_reported_only_after_the_least_time(clock, capsys):
     made = Pace(Events())
     for _ in range(5):
         made.begin()
@@ -102,7 +102,7 @@ def test_short_steps_may_be_ten_times_as_long(clock, capsys):
     made.end()
 
 
-def test_a_first_step_speaks_after_a_minute(clock, capsys):
+def test_a_first_step_reports_after_a_minute(clock, capsys):
     made = Pace(Events())
     made.begin()
     clock[0] += 59
@@ -112,7 +112,7 @@ def test_a_first_step_speaks_after_a_minute(clock, capsys):
     made.end()
 
 
-def test_what_now_takes_long_is_soon_the_rule(steps, clock, capsys):
+def test_after_ten_long_steps_a_long_step_is_not_reported(steps, clock, capsys):
     for _ in range(10):
         steps.begin()
         clock[0] += 100

@@ -1,7 +1,7 @@
-"""Ranks: the same mathematics on one, two and four, each holding, reading and updating its part of every chunk.
+"""One, two and four ranks compute the same values. Each rank holds, reads and updates its shard of every chunk.
 
-The ranks are processes that live as long as this file's tests and run functions of it, all at once. Long because what they run
-must stand in the file that starts them.
+The ranks are processes that live as long as the tests of this file and run functions of this file at once. The file is long because
+the processes must find these functions in the file that starts them.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from infinity.tiers.record_mover import RecordMover
 from infinity.tiers.updates import Updater
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 40  # after which ranks that do not answer are taken to hang
+SECONDS = 40  # a rank that answers later counts as hung
 KINDS = [(1, "weights"), (2, "states")]
 ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "chunk_mib": 1 / 64}
 
 
 class World:
-    """`size` ranks. `run` calls a function of this file in each and returns what each returned."""
+    """`size` ranks. `run` calls a function of this file on each rank and returns all results."""
 
     def __init__(self, size, folder):
         context = multiprocessing.get_context("forkserver")
@@ -63,18 +63,18 @@ class World:
         return [answer for _, answer in answers]
 
     def attempt(self, function, *arguments, **options):
-        """As `run`, but (True, result) or (False, error as text) of each."""
+        """Like `run`, but returns (True, result) or (False, error as text) of each rank."""
         for pipe in self.pipes:
             pipe.send((function, arguments, options))
         answers = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(SECONDS):
                 self.close()
-                pytest.fail(f"rank {rank} does not answer for {SECONDS} s; those before it: {answers}")
+                pytest.fail(f"rank {rank} did not answer within {SECONDS} s; answers of lower ranks: {answers}")
             try:
                 answers.append(pipe.recv())
             except EOFError:
-                answers.append((False, "the process is gone"))
+                answers.append((False, "the process has ended"))
         return answers
 
     def close(self):
@@ -103,7 +103,7 @@ def _serve(rank, size, store, pipe):
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """A function size -> World, each made once."""
+    """Return a function: size -> World. Each World is made once."""
     made = {}
 
     def get(size):
@@ -116,7 +116,7 @@ def worlds(tmp_path_factory):
         world.close()
 
 
-# ---- what the ranks run ----
+# ---- functions that the ranks run ----
 
 
 def gpt(checkpoint=False, tie=False):
@@ -124,7 +124,7 @@ def gpt(checkpoint=False, tie=False):
 
 
 class Branches(nn.Module):
-    """`bias` gets a gradient where `flags` say so, `never` nowhere; all ranks run the same modules."""
+    """`bias` and `side` get gradients if the arguments say so, `never` gets none. All ranks run the same modules."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,7 @@ def settings(folder, **changes):
 
 
 def total(value):
-    """The mean over the ranks, as a number."""
+    """The mean over the ranks."""
     value = torch.tensor(float(value), dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(value)
@@ -172,7 +172,7 @@ def total(value):
 
 
 def states_of(engine, model):
-    """Every segment of every parameter as bytes, the same on all ranks; numbers hide the last bit."""
+    """Every segment of every parameter as bytes, on every rank. Bytes compare all bits."""
     return {
         f"{name}.{kind}": bytes(value.contiguous().view(-1).view(torch.uint8).numpy())
         for name, param in model.named_parameters()
@@ -189,7 +189,7 @@ def made(folder, **changes):
 
 
 def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
-    """Train the GPT; losses over all ranks, norms, states, the order of collectives and what was read."""
+    """Train the GPT. Return mean losses over all ranks, norms, states, the order of collectives, reads, and more."""
     optimizer = {"lr": 1e-2, **(optimizer or {})}
     torch.manual_seed(0)
     with infinity.init(settings(folder, **changes), **({} if window is None else {"window": window})):
@@ -233,7 +233,7 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
 
 
 def train_crowded(folder, drive_nbytes, **changes):
-    """As `train`, of a drive with so much room; and how many chunks live on the device."""
+    """Like `train`, with drive_nbytes free on the drive. `at_home`: number of chunks whose home is the device."""
     homes = []
 
     def placed(*arguments, **options):
@@ -246,7 +246,7 @@ def train_crowded(folder, drive_nbytes, **changes):
 
 
 def train_split(folder, every, **changes):
-    """As `train`, where drives are behind at each second update, or each third one, by rank; and how many were put off."""
+    """Like `train`. The drives of rank r seem busy at every `every[r]`-th update. `put_off`: indices of the postponed chunks."""
     asked, put_off = itertools.count(), []
 
     def noted(updater, chunk):
@@ -260,7 +260,7 @@ def train_split(folder, every, **changes):
 
 
 def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
-    """Plain PyTorch over the global batch."""
+    """Losses and norms of plain PyTorch over the global batch."""
     torch.manual_seed(0)
     model = gpt()
     adam = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -280,13 +280,13 @@ def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
 
 
 def grow(folder, capacity):
-    """Train on a scripted device; from step 3 on the last rank's batch is four times as large. States; (plans, promoted) a step."""
+    """Train on a scripted device; the last rank's batch is four times as large from step 3 on. Return states, (plans, promoted) per step, overflows."""
     rank, world = ranks()
     gauge = ScriptedGauge(capacity)
     with (
         mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
         mock.patch("infinity.engine.memory.device_memory.SLACK", 0.0),
-        mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # budgets are of kilobytes
+        mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # the budgets of this test are some hundred KiB
     ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)
         engine, found = infinity.engine_of(model), []
@@ -303,8 +303,8 @@ def grow(folder, capacity):
 
 
 def keep_sums(folder, update, **places):
-    """Three steps of three passes on a scripted device, whose gradients take long to arrive. States; chunks whose gradients may stay on the
-    device, by what this rank's memory has room for and as all ranks agree; those whose gradients do."""
+    """Train three steps of three passes on a scripted device, with slow copies of gradients. Return states; chunks whose gradients may stay on
+    the device, by this rank's host memory and as agreed by all ranks; chunks whose gradients stay."""
     gauge, found = ScriptedGauge(480 << 10), []
 
     def placed(*arguments, **options):
@@ -334,7 +334,7 @@ def keep_sums(folder, update, **places):
             return states_of(engine, model), may_stay, sorted(stay)
 
 
-# ---- the same mathematics ----
+# ---- the same values ----
 
 
 @pytest.mark.few(1)
@@ -343,7 +343,7 @@ def keep_sums(folder, update, **places):
     [(2, "backward"), (4, "deferred")]
     + [pytest.param(*case, marks=pytest.mark.long) for case in [(1, "backward"), (2, "deferred"), (4, "backward")]],
 )
-def test_losses_are_those_of_one_process(worlds, tmp_path, size, update):
+def test_losses_equal_those_of_one_process(worlds, tmp_path, size, update):
     found = worlds(size).run(train, tmp_path, steps=4, update=update, **ON_NVME)
     losses, _ = reference(steps=4)
     for rank in found:
@@ -351,7 +351,7 @@ def test_losses_are_those_of_one_process(worlds, tmp_path, size, update):
         assert rank["states"] == found[0]["states"]
 
 
-def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_path):
+def test_micro_batches_and_clipping_match_one_process(worlds, tmp_path):
     options = {"accumulation_steps": 3, "max_grad_norm": 0.5}
     losses, norms = reference(micros=3, max_grad_norm=0.5)
     for rank in worlds(2).run(train, tmp_path, optimizer=options, **ON_NVME):
@@ -361,7 +361,7 @@ def test_three_micro_batches_and_clipping_are_those_of_one_process(worlds, tmp_p
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("micros", [1, 3])
-def test_ranks_may_put_off_different_updates(worlds, tmp_path, micros):
+def test_ranks_may_postpone_different_updates(worlds, tmp_path, micros):
     options = {"optimizer": {"accumulation_steps": micros}, "update": "backward", "steps": 5}
     expected = worlds(2).run(train, tmp_path, **options, **ON_NVME)
     found = worlds(2).run(train_split, tmp_path, [2, 3], **options, **ON_NVME)
@@ -403,7 +403,7 @@ def test_placement_changes_no_bit(worlds, tmp_path, dtype):
     assert 0 < results[len(placements) - 1]["num_promoted"] < results[0]["num_spans"]
 
 
-def test_what_lives_on_the_device_for_want_of_room_changes_no_bit(worlds, tmp_path):
+def test_homes_on_the_device_for_lack_of_nvme_change_no_bit(worlds, tmp_path):
     options = {"dtype": "bf16", "chunk_mib": 1 / 64, "device_memory": "600KiB", "host_memory": "300KiB", "evaluate": True}
     found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 400 << 10, 200 << 10)]
     for ranks_ in found:
@@ -414,7 +414,7 @@ def test_what_lives_on_the_device_for_want_of_room_changes_no_bit(worlds, tmp_pa
     assert counts[0] == 0 < counts[1] < counts[2], counts
 
 
-def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(worlds, tmp_path):
+def test_records_leave_the_device_on_all_ranks_if_one_needs_room(worlds, tmp_path):
     ample, tight = (worlds(2).run(grow, tmp_path, capacity) for capacity in (1 << 30, 712 << 10))
     assert tight[0][0] == tight[1][0] == ample[0][0]
     assert tight[0][1] == tight[1][1]
@@ -426,8 +426,8 @@ def test_records_leave_the_device_on_all_ranks_when_one_of_them_needs_more(world
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_sums_of_gradients_stay_on_the_device_of_all_ranks_though_host_memory_has_room_for_those_of_one(worlds, tmp_path, update):
-    """Shards differ a little, the last are the smallest. And what is sent with an update has all of the last pass."""
+def test_gradient_sums_stay_on_the_device_if_one_rank_lacks_host_memory(worlds, tmp_path, update):
+    """The last rank has the smallest shards. Sums sent with an update include all gradients of the last pass."""
     expected, *_ = worlds(2).run(keep_sums, tmp_path, update, param_tier="device", optimizer_state_tier="device")
     first, last = worlds(2).run(keep_sums, tmp_path, update, device_memory="600KiB", host_memory="360KiB")
     differ = set(first[1][0]) ^ set(last[1][0])
@@ -455,7 +455,7 @@ def test_checkpointed_activations_change_no_bit(worlds, tmp_path):
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, size):
+def test_every_rank_holds_and_reads_its_shard_of_every_chunk(worlds, tmp_path, size):
     found = worlds(size).run(train, tmp_path, steps=5, **ON_NVME)
     chunks = found[0]["chunks"]
     assert len(chunks) > 8
@@ -467,8 +467,8 @@ def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, si
         holds = {index for index, (numel, _, _) in enumerate(rank["records"]) if numel}
         assert {index for index, _ in rank["reads"]} == holds
         assert set(rank["copies"]) >= holds
-        # Every read is of this rank's own record, and each step writes all of it once. The start writes no zeros, such as first states: a read
-        # of these, before the first step has written them, brings no bytes.
+        # Every read is of this rank's own record, and each step writes the whole record once. The start writes no zeros, such as first
+        # states. A read of zeros before the first step has written them transfers no bytes.
         sizes = {(index, kind): record[i] for index, record in enumerate(rank["records"]) for i, kind in KINDS}
         states = sum(size for (_, kind), size in sizes.items() if kind == "states")
         zeros = (5 + 1) * sum(sizes.values()) - rank["nbytes"]["written"]
@@ -476,7 +476,7 @@ def test_every_rank_holds_and_reads_its_part_of_every_chunk(worlds, tmp_path, si
         assert zeros <= sum(sizes[what] for what in rank["reads"]) - rank["nbytes"]["read"] <= 2 * zeros
     whole = sum(12 * used for _, used in chunks)
     parts = [sum(sum(record[1:]) for record in rank["records"]) for rank in found]
-    assert max(parts) <= whole / size + 3 * 4096 * len(chunks)  # each segment is rounded up to 4096
+    assert max(parts) <= whole / size + 3 * 4096 * len(chunks)  # each segment is rounded up to 4096 bytes
 
 
 def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
@@ -491,7 +491,7 @@ def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
 
 
 def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
-    """Train Branches with a gradient of `bias` and `side` only on the ranks named; states and losses."""
+    """Train Branches. `bias` and `side` get gradients only on the given ranks. Return states and the number of plans."""
     torch.manual_seed(0)
     with infinity.init(settings(folder, **changes)):
         model = Branches()
@@ -509,7 +509,7 @@ def train_branches(folder, bias_on, side_on, *, steps=4, **changes):
 
 
 def branches_reference(bias_on, side_on, world, steps=4):
-    """Plain PyTorch; a rank without a gradient contributes zero, and what nobody uses is skipped."""
+    """Plain PyTorch. A rank without a gradient contributes zero. A parameter without any gradient is skipped."""
     torch.manual_seed(0)
     model = Branches()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -525,7 +525,7 @@ def branches_reference(bias_on, side_on, world, steps=4):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_a_gradient_that_some_rank_lacks_counts_as_zero_there(worlds, tmp_path, bias_on, side_on, update):
+def test_a_gradient_missing_on_one_rank_counts_as_zero(worlds, tmp_path, bias_on, side_on, update):
     found = worlds(2).run(train_branches, tmp_path, bias_on, side_on, update=update, **{**ON_NVME, "chunk_mib": 1 / 256})
     expected = branches_reference(bias_on, side_on, 2)
     torch.manual_seed(0)
@@ -544,7 +544,7 @@ def test_a_gradient_that_some_rank_lacks_counts_as_zero_there(worlds, tmp_path, 
 # ---- building and changing ----
 
 
-def test_models_built_under_init_are_those_of_a_plain_construction(worlds, tmp_path):
+def test_models_built_in_init_equal_plain_construction(worlds, tmp_path):
     torch.manual_seed(0)
     plain = {name: param.detach().clone() for name, param in gpt().named_parameters()}
     for rank in worlds(2).run(built, tmp_path):
@@ -561,8 +561,8 @@ def built(folder):
 
 
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, moments, one_thread):
-    """Gradients are twice as large and then halved, exactly: what is left is where elements lie, and what is drawn for them."""
+def test_two_ranks_with_the_same_data_have_the_bits_of_one_rank(worlds, tmp_path, moments, one_thread):
+    """Gradients are doubled and halved exactly. So only positions of elements and their random bits could differ."""
     changes = {"dtype": "bf16", "optimizer_state_dtype": moments}
     expected = twins(tmp_path, **changes)
     for number, places in enumerate((ON_NVME, {"param_tier": "host", "optimizer_state_tier": "host", "chunk_mib": 1 / 16})):
@@ -572,8 +572,8 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one(worlds, tmp_path, mom
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["blocks.0", "bias"])
-def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
-    """Also those in one chunk with others that train on."""
+def test_parameters_can_be_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
+    """Some frozen parameters share a chunk with trainable parameters."""
     expected = twins(tmp_path, frozen=part, update="deferred")
     for number, places in enumerate((ON_NVME, {"chunk_mib": 1 / 16}, {"param_tier": "nvme", "optimizer_state_tier": "nvme"})):
         for found in worlds(2).run(twins, tmp_path, frozen=part, **places):
@@ -581,7 +581,7 @@ def test_parameters_are_frozen_for_some_steps(worlds, tmp_path, part, one_thread
 
 
 def twins(folder, frozen=None, **changes):
-    """States after six steps; parameters whose names have `frozen` in them train only in the first two and the last two."""
+    """States after six steps. Parameters with `frozen` in their names train only in the first two and the last two steps."""
     model, adam = made(folder, **changes)
     for_some = [param for name, param in model.named_parameters() if frozen is not None and frozen in name]
     with infinity.engine_of(model) as engine:
@@ -595,7 +595,7 @@ def twins(folder, frozen=None, **changes):
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.long)])
-def test_a_nan_in_one_ranks_gradient_is_found_on_all_before_any_state_changes(worlds, tmp_path, nonfinite):
+def test_a_nan_on_one_rank_is_found_on_all_before_states_change(worlds, tmp_path, nonfinite):
     for rank, (before, after, raised, end) in enumerate(worlds(2).run(poisoned, tmp_path, nonfinite)):
         assert after == before and end != before
         if nonfinite == "raise":
@@ -632,14 +632,14 @@ def test_accumulation_by_layer_has_the_bits_of_the_ordinary_loop(worlds, tmp_pat
     assert by_layer == by_batch
 
 
-def test_steps_by_layer_and_ordinary_ones_may_alternate(worlds, tmp_path):
+def test_steps_by_layer_and_ordinary_steps_may_alternate(worlds, tmp_path):
     expected = worlds(2).run(accumulated, tmp_path, False, "fp32")[0][1]
     for found in worlds(2).run(accumulated, tmp_path, None, "fp32"):
         assert found[1] == expected
 
 
 @pytest.mark.parametrize("bad", [pytest.param((0, 0), marks=pytest.mark.long), (0, 1), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, tmp_path, bad):
+def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(worlds, tmp_path, bad):
     first, second = worlds(2).run(overflowing, tmp_path, bad)
     assert first == second
     scales, unchanged = zip(*first[0])
@@ -648,7 +648,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(worlds, tmp_path, bad):
 
 
 def overflowing(folder, bad):
-    """(loss scale, whether no byte changed) of each step of an fp16 training in which the last rank's loss is once infinite."""
+    """Train in fp16; the last rank's loss is infinite once. Return (loss scale, whether all bytes are unchanged) per step, and states."""
     rank, world = ranks()
     torch.manual_seed(0)
     with infinity.init(settings(folder, dtype="fp16", **ON_NVME)):
@@ -670,7 +670,7 @@ def overflowing(folder, bad):
 
 
 def accumulated(folder, by_layer, dtype, micros=3):
-    """Losses and states of four steps, by layer or not; None: in turn."""
+    """Losses and states of four steps, by layer or not (None: alternately)."""
     torch.manual_seed(0)
     with infinity.init(settings(folder, dtype=dtype, **ON_NVME)):
         model = nn.Sequential(nn.Embedding(61, 48), *(nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(4)))
@@ -687,17 +687,17 @@ def accumulated(folder, by_layer, dtype, micros=3):
 
 
 def test_a_rank_may_hold_nothing_but_padding(worlds, tmp_path):
-    """All of a tiny model, or all that is trained of it, lies in the first rank's shards."""
+    """The first rank's shards hold the whole tiny model, or all its trainable parameters."""
     for first, second in [worlds(2).run(tiny, tmp_path, frozen, choice) for frozen in (False, True) for choice in ("off", "on")]:
         assert first == second and first[-1] < first[0]
 
 
-def test_ranks_agree_on_buffers_for_compression_before_they_choose_chunks(worlds, tmp_path):
+def test_ranks_agree_on_compression_buffers_before_chunk_sizes(worlds, tmp_path):
     assert worlds(2).run(reserved, tmp_path) == [0, 0]
 
 
 def reserved(folder):
-    """On one rank's node cores and drives would have it."""
+    """Compression would pay off on rank 0 only."""
     model = nn.Linear(64, 64)
     with mock.patch("infinity.engine.build.may_compress", lambda *_: dist.get_rank() == 0):
         with infinity.offload(model, settings(folder, param_tier="nvme", optimizer_state_tier="nvme")) as engine:
@@ -723,16 +723,16 @@ def tiny(folder, frozen, compression):
     return losses
 
 
-def test_closed_engines_keep_neither_descriptors_nor_threads(worlds, tmp_path):
+def test_closed_engines_leave_no_descriptors_or_threads(worlds, tmp_path):
     for after_two, after_six in worlds(2).run(opened, tmp_path):
         assert after_six == after_two
 
 
 def num_descriptors():
-    """But for those of the store's file and in /proc, which the watch opens whenever it looks at the other ranks."""
+    """Open descriptors, except the store's file and files in /proc, which the watch opens whenever it checks other ranks."""
     links = []
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of the listing
             links.append(os.readlink(f"/proc/self/fd/{number}"))
     return sum(not link.endswith("/store") and not link.startswith("/proc/") for link in links)
 
@@ -746,8 +746,8 @@ def opened(folder):
     return found[1], found[5]
 
 
-def test_engines_that_are_dropped_on_all_ranks_end(worlds, tmp_path):
-    """At other times on each rank, and none of them waits for the others."""
+def test_engines_dropped_on_all_ranks_end(worlds, tmp_path):
+    """Ranks drop an engine at different times, and no rank waits for the others."""
     for after_two, after_six in worlds(2).run(dropped, tmp_path):
         assert after_six == after_two
 
@@ -772,7 +772,7 @@ def dropped(folder):
     return found[1], found[5]
 
 
-def test_rank_0s_changes_inside_gathered_reach_all_ranks(worlds, tmp_path):
+def test_changes_of_rank_0_in_gathered_reach_all_ranks(worlds, tmp_path):
     for size in (2, 4):
         for rank in worlds(size).run(changed, tmp_path):
             assert torch.equal(rank["token"], torch.full((61, 48), 0.5))
@@ -812,11 +812,11 @@ def changed(folder):
         }
 
 
-# ---- launchers, and ranks that part ----
+# ---- launchers, and ranks that run different modules ----
 
 
 def launch(folder, source, *, nodes=1, per_node=2, environment=None, seconds=SECONDS):
-    """Run a script under torchrun on localhost; (exit status, output) of each node."""
+    """Run a script under torchrun on localhost. Return (exit status, output) of each node."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(source))
     with socket.socket() as probe:
@@ -852,7 +852,7 @@ def test_two_torchrun_nodes_train_as_one_process(tmp_path):
 
         folder = Path(sys.argv[1])
         dist.init_process_group("gloo")
-        mine = folder / f"node{dist.get_rank()}"  # a node's swap is its own
+        mine = folder / f"node{dist.get_rank()}"  # each node has a swap directory
         mine.mkdir()
         found = test_ranks.train(mine, steps=4, **test_ranks.ON_NVME)
         (folder / f"losses{dist.get_rank()}").write_text(json.dumps(found["losses"]))
@@ -867,7 +867,7 @@ def test_two_torchrun_nodes_train_as_one_process(tmp_path):
 
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-def test_ranks_train_with_nccl_and_none_has_a_context_on_anothers_device(tmp_path):
+def test_nccl_ranks_make_no_context_on_another_ranks_device(tmp_path):
     source = """
         import os, sys
         from pathlib import Path
@@ -901,8 +901,8 @@ def test_ranks_train_with_nccl_and_none_has_a_context_on_anothers_device(tmp_pat
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update, when", [("backward", 0), pytest.param("deferred", 1, marks=pytest.mark.long), ("backward", 4)])
-def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, when):
-    world = World(2, tmp_path)  # of its own: its groups are lost
+def test_ranks_that_run_modules_in_different_orders_end_in_errors(tmp_path, update, when):
+    world = World(2, tmp_path)  # a new one, because the test breaks the groups
     try:
         for good, answer in world.attempt(parted, tmp_path, when, update):
             assert not good and "of 2" in answer, answer
@@ -912,7 +912,7 @@ def test_ranks_that_run_modules_in_other_orders_end_in_errors(tmp_path, update, 
 
 
 def parted(folder, when, update):
-    """In step `when`, rank 1 runs the layers the other way round."""
+    """In step `when`, rank 1 runs the layers in reverse order."""
     infinity.system.ranks.CONTROL_TIMEOUT_S = 2
     with infinity.init(settings(folder, update=update, **ON_NVME)):
         layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
@@ -926,7 +926,7 @@ def parted(folder, when, update):
         adam.zero_grad()
 
 
-# ---- one rank's failure: promise 15 ----
+# ---- one rank's failure ----
 
 STAGES = ["nc", "cn", "cg", "gg", "reduce", "update", "program"]
 BY_DEFAULT = [("cg", 1, "backward"), ("reduce", 0, "deferred")]
@@ -939,7 +939,7 @@ LOSSES = [
 
 
 def losing(folder, stage, loser, update):
-    """Train until, in the third step, something fails on one rank, and let the exception out of the engine."""
+    """Train until `stage` fails on one rank in the third step, and raise the engine's exception."""
     model, adam = made(folder, update=update, **ON_NVME)
     with infinity.engine_of(model) as engine:
         for step in range(8):
@@ -970,10 +970,10 @@ def fail_at(engine, stage):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stage, loser, update", LOSSES)
-def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stage, loser, update):
+def test_one_ranks_failure_ends_all_and_names_rank_and_chunk(tmp_path, stage, loser, update):
     world = World(2, tmp_path)
     try:
-        world.run(losing, tmp_path, "none", -1, update)  # imports and the like do not count
+        world.run(losing, tmp_path, "none", -1, update)  # the time of imports must not count
         start = time.monotonic()
         answers = world.attempt(losing, tmp_path, stage, loser, update)
         seconds = time.monotonic() - start
@@ -992,7 +992,7 @@ def test_one_ranks_failure_ends_all_soon_and_names_rank_and_chunk(tmp_path, stag
 
 
 def refused(folder):
-    """What each refusal says, and how many threads and groups are left behind it."""
+    """Messages of the refusals, and the numbers of threads and groups that are left."""
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     with torch.device("meta"):
         empty = nn.Linear(4, 4)
@@ -1007,7 +1007,7 @@ def refused(folder):
     return said, left
 
 
-def test_a_refused_model_leaves_no_thread_and_no_group(worlds, tmp_path):
+def test_a_refused_model_leaves_no_thread_or_group(worlds, tmp_path):
     for said, left in worlds(2).run(refused, tmp_path):
         assert left == [(0, 0)] * len(left), left
         for text, words in zip(said, ("DistributedDataParallel", "meta device", "nothing to offload"), strict=True):
@@ -1015,7 +1015,7 @@ def test_a_refused_model_leaves_no_thread_and_no_group(worlds, tmp_path):
 
 
 def in_barrier(file):
-    """What rank 0's watch says of a thread that is in a barrier which this file calls, while rank 1 has not come."""
+    """On rank 0: the watch's text about a thread in a barrier called by `file`, before rank 1 enters the barrier."""
     store, call = dist.distributed_c10d._get_default_store(), compile("dist.barrier()", file, "exec")
     if dist.get_rank():
         store.wait([file])
@@ -1032,13 +1032,13 @@ def in_barrier(file):
     return found
 
 
-def test_a_collective_is_the_programs_unless_a_module_of_the_package_calls_it(worlds):
+def test_collectives_outside_the_package_belong_to_the_program(worlds):
     assert worlds(2).run(in_barrier, "/there/train.py")[0].endswith("barrier (train.py:1)")
     assert worlds(2).run(in_barrier, f"{Path(infinity.__file__).parent}/checkpoints/dcp.py")[0] == ""
 
 
 def slowly(num_rounds):
-    """Agree again and again, one rank so late that the other's wait is just over."""
+    """Agree num_rounds times. Rank 1 arrives about when rank 0's wait of WATCH_S ends."""
     ranks = infinity.system.ranks.Ranks(torch.device("cpu"))
     agreed = 0
     for number in range(num_rounds):
@@ -1062,8 +1062,8 @@ def asking_for_other_numbers(here, there):
 
 
 @pytest.mark.parametrize("here, there", [([1], [2, 3]), ([4], list(range(1000))), ((5,), [6]), ([], [0.5, 1.5]), ([True] * 63, [7] * 62)])
-def test_ranks_that_ask_for_other_numbers_have_an_error_each(here, there, worlds):
-    """A peer that sends more than it awaits ends a process of gloo's."""
+def test_ranks_that_exchange_different_counts_each_get_an_error(here, there, worlds):
+    """With gloo, a peer that sends more than expected aborts the process."""
     for said in worlds(2).run(asking_for_other_numbers, here, there):
         assert "the ranks have parted" in said and "the same modules in the same order" in said
 
@@ -1084,12 +1084,12 @@ def test_ranks_find_the_largest_and_smallest_of_many_numbers(columns, worlds):
 
 
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(60, marks=pytest.mark.long)])
-def test_a_rank_that_comes_late_is_no_failure(worlds, num_rounds):
+def test_a_late_rank_is_no_failure(worlds, num_rounds):
     assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2
 
 
 def awaited(key):
-    """What rank 0 says that it waits for while rank 1 does not come, once it has heard where that is."""
+    """On rank 0: the text of the wait for rank 1, once rank 0 knows the place of rank 1."""
     ranks, store = infinity.system.ranks.Ranks(torch.device("cpu")), dist.distributed_c10d._get_default_store()
     said = ""
     if ranks.rank:
@@ -1108,7 +1108,7 @@ def awaited(key):
     return said
 
 
-def test_who_waits_for_another_rank_says_for_which(worlds):
+def test_a_wait_for_another_rank_names_that_rank(worlds):
     assert worlds(2).run(awaited, "said") == ["rank 1 (in step 1) in an agreement between the training threads", ""]
 
 
@@ -1123,7 +1123,7 @@ def starting(folder, loser):
 
 
 @pytest.mark.parametrize("loser", [0, 1])
-def test_a_rank_that_cannot_start_ends_all(tmp_path, loser):
+def test_a_rank_that_cannot_start_ends_all_ranks(tmp_path, loser):
     world = World(2, tmp_path)
     try:
         start = time.monotonic()

@@ -1,6 +1,6 @@
-"""tiers: extents keep their bytes; files are private, bounded, reserved before use, owned by one run and gone afterwards.
+"""Swap: extents keep their bytes. Swap files are private, bounded, reserved before use, owned by one run and removed at the end.
 
-Long because a directory's claim, its use and what a dead run leaves behind share their set-up: processes that are killed.
+This file is long because tests of the claim of a directory, of its use and of files left by killed runs share their set-up.
 """
 
 import errno
@@ -61,7 +61,7 @@ def test_every_extent_is_covered_once_and_paths_fill_evenly(paths, num_paths):
         assert max(ends) - min(ends) <= 3 * MIB
 
 
-def test_what_dead_runs_left_is_removed_before_a_swap_is_made(paths):
+def test_files_of_dead_runs_are_removed_before_a_swap_is_made(paths):
     source = "import os, sys; from infinity.system.swap import Swap; s = Swap(sys.argv[1:2]); s.allocate(8 << 20); s.reserve(); os._exit(0)"
     assert run_python(source, str(paths[0])).returncode == 0
     left, living = everything_in(paths[0]), Swap(paths[1:2])
@@ -74,8 +74,8 @@ def test_what_dead_runs_left_is_removed_before_a_swap_is_made(paths):
     living.close()
 
 
-def test_the_room_is_that_of_equal_parts(monkeypatch, tmp_path):
-    """Of paths that share a filesystem each gets a part of it; the fullest one bounds the others."""
+def test_the_free_space_counts_for_equal_shares(monkeypatch, tmp_path):
+    """Paths on one filesystem share the free bytes. The fullest filesystem limits the other ones."""
     (tmp_path / "a").mkdir()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1000, f_frsize=4096))
     assert swap_directory.room_nbytes([tmp_path]) == 4096 * 990
@@ -123,7 +123,7 @@ def test_parts_of_an_extent_may_be_read_and_written(paths):
                 assert back == model[start : start + size]
 
 
-def test_buffers_of_any_type_serve(paths):
+def test_buffers_of_any_type_are_accepted(paths):
     numpy = pytest.importorskip("numpy")
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(8 * PAGE)
@@ -135,7 +135,7 @@ def test_buffers_of_any_type_serve(paths):
 
 
 @pytest.mark.parametrize("size, offset", [(PAGE + 1, 0), (512, 0), (PAGE, 512), (PAGE, 4 * PAGE), (8 * PAGE, 0), (PAGE, -PAGE)])
-def test_ranges_outside_the_extent_or_off_the_grid_are_refused(paths, size, offset):
+def test_ranges_outside_the_extent_or_unaligned_are_refused(paths, size, offset):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(4 * PAGE)
         swap.reserve()
@@ -221,7 +221,7 @@ def test_a_failed_stripe_names_path_offset_and_remedy(paths, op, code, remedy):
         assert swap.write(extent, buffer).wait() and swap.read(extent, buffer).wait()
 
 
-def test_no_stripe_is_in_flight_when_a_failure_is_told(paths):
+def test_no_stripe_is_in_flight_when_a_failure_is_raised(paths):
     with Swap(paths[:2]) as swap:
         extent = swap.allocate(4 * MIB)
         swap.reserve()
@@ -233,7 +233,7 @@ def test_no_stripe_is_in_flight_when_a_failure_is_told(paths):
         assert transfer.done
 
 
-def test_a_file_cut_behind_our_back_is_an_error(paths):
+def test_a_truncated_file_is_an_error(paths):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(MIB)
         swap.reserve()
@@ -243,7 +243,7 @@ def test_a_file_cut_behind_our_back_is_an_error(paths):
         assert caught.value.errno == errno.EIO
 
 
-def test_misaligned_memory_is_an_error_or_served(paths):
+def test_misaligned_memory_is_an_error_or_works(paths):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(2 * PAGE)
         swap.reserve()
@@ -271,10 +271,10 @@ def test_too_little_space_is_refused_before_anything_is_written(paths, monkeypat
         assert caught.value.errno == errno.ENOSPC and str(paths[0]) in caught.value.filename
         assert list(paths[0].glob("infinity-*/*")) == []
         fake_space(monkeypatch, world * 6 * MIB)
-        swap.reserve()  # exactly enough is enough
+        swap.reserve()  # exactly enough space
 
 
-def test_what_other_ranks_have_reserved_counts_as_available(paths, monkeypatch):
+def test_space_reserved_by_other_ranks_counts_as_available(paths, monkeypatch):
     free = 2 * 8 * MIB
     with Swap(paths[:1], rank=0, world=2, run="a") as first, Swap(paths[:1], rank=1, world=2, run="a") as second:
         for swap in (first, second):
@@ -285,7 +285,7 @@ def test_what_other_ranks_have_reserved_counts_as_available(paths, monkeypatch):
         second.reserve()
 
 
-def test_space_that_goes_while_reserving_leaves_no_file(paths, monkeypatch):
+def test_a_disk_that_fills_during_reserve_leaves_no_file(paths, monkeypatch):
     def full(fd, offset, nbytes):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -298,14 +298,14 @@ def test_space_that_goes_while_reserving_leaves_no_file(paths, monkeypatch):
         assert [list(path.glob("infinity-*/*")) for path in paths[:2]] == [[], []]
 
 
-def test_a_real_full_disk_is_met_in_reserve(paths):
+def test_a_request_larger_than_the_disk_fails_in_reserve(paths):
     with Swap(paths[:1]) as swap:
         swap.allocate(os.statvfs(paths[0]).f_blocks * os.statvfs(paths[0]).f_frsize * 2)
         with pytest.raises(SwapError, match="are available"):
             swap.reserve()
 
 
-def test_files_have_their_blocks_from_the_start(paths):
+def test_files_have_all_blocks_from_the_start(paths):
     with Swap(paths[:1]) as swap:
         swap.allocate(16 * MIB)
         swap.reserve()
@@ -313,11 +313,11 @@ def test_files_have_their_blocks_from_the_start(paths):
         assert (status.st_size, status.st_blocks * 512 >= 16 * MIB) == (16 * MIB, True)
 
 
-# ---- filesystems: promise 5 ----
+# ---- filesystems ----
 
 
 @pytest.mark.parametrize("how", ["open", "alignment", "write"])
-def test_a_refused_o_direct_is_named_and_served(paths, monkeypatch, how):
+def test_without_o_direct_swap_works_with_a_warning(paths, monkeypatch, how):
     def refuse(*_):
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -339,7 +339,7 @@ def test_a_refused_o_direct_is_named_and_served(paths, monkeypatch, how):
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("how", ["open", "write"])
-def test_what_fails_for_another_reason_is_no_refusal_of_o_direct(paths, monkeypatch, how, code):
+def test_another_error_is_not_taken_for_a_refusal_of_o_direct(paths, monkeypatch, how, code):
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
@@ -353,8 +353,8 @@ def test_what_fails_for_another_reason_is_no_refusal_of_o_direct(paths, monkeypa
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
-    """Wherever an engine runs out of them, it says so; no file falls back to the page cache."""
+def test_too_few_descriptors_name_the_limit(tmp_path):
+    """Wherever descriptors run out, the error names the limit. No file falls back to the page cache."""
     done = run_python(
         """
         import os, resource, sys, warnings
@@ -391,10 +391,10 @@ def test_few_descriptors_name_their_limit_and_more_of_them_help(tmp_path):
     assert 0 < int(done.stdout) < 40
 
 
-def test_tmpfs_is_named_and_served():
+def test_tmpfs_works_with_a_warning():
     shared = Path("/dev/shm")
     if swap_directory._filesystem_of(shared) != "tmpfs":
-        pytest.skip("/dev/shm is no tmpfs here")
+        pytest.skip("needs a tmpfs on /dev/shm")
     path = shared / f"infinity-test-{os.getpid()}"
     path.mkdir()
     try:
@@ -412,7 +412,7 @@ def test_tmpfs_is_named_and_served():
 
 def test_a_real_drive_gets_direct_io_without_a_warning(paths):
     if swap_directory._filesystem_of(paths[0]) not in ("ext4", "xfs"):
-        pytest.skip("tmp_path is on neither ext4 nor xfs")
+        pytest.skip("needs tmp_path on ext4 or xfs")
     with Swap(paths[:1]) as swap, warnings.catch_warnings():
         warnings.simplefilter("error")
         swap.allocate(PAGE)
@@ -426,7 +426,7 @@ def test_a_real_drive_gets_direct_io_without_a_warning(paths):
 # ---- paths ----
 
 
-def test_paths_that_cannot_serve_are_refused_with_a_cure(tmp_path, paths):
+def test_unusable_paths_are_refused_with_a_remedy(tmp_path, paths):
     (tmp_path / "file").write_text("x")
     for bad, kind, code, text in (
         ([], ConfigError, None, "no swap directory"),
@@ -446,14 +446,14 @@ def test_paths_that_cannot_serve_are_refused_with_a_cure(tmp_path, paths):
 
 
 def test_a_directory_without_permission_is_refused(paths, monkeypatch):
-    monkeypatch.setattr(swap_directory.os, "access", lambda *_, **__: False)  # root may write anywhere
+    monkeypatch.setattr(swap_directory.os, "access", lambda *_, **__: False)  # access() always succeeds for root
     with pytest.raises(SwapError, match="not writable; choose a directory") as caught:
         Swap(paths[:1])
     assert caught.value.errno == errno.EACCES and caught.value.filename == str(paths[0])
 
 
 @pytest.mark.parametrize("what", ["symlink", "dangling", "file"])
-def test_a_symlink_or_file_in_place_of_our_folder_is_refused(tmp_path, paths, what):
+def test_a_symlink_or_file_in_place_of_the_swap_folder_is_refused(tmp_path, paths, what):
     target = tmp_path / "elsewhere"
     name = paths[0] / f"infinity-{swap_directory.hashlib.sha256(b'mine').hexdigest()[:12]}"
     if what == "file":
@@ -473,7 +473,7 @@ def test_a_symlink_or_file_in_place_of_our_folder_is_refused(tmp_path, paths, wh
     Swap(paths[:1], run="mine").close()
 
 
-def test_a_symlink_in_place_of_the_lock_or_the_file_is_not_followed(tmp_path, paths):
+def test_a_symlink_in_place_of_lock_or_swap_file_is_not_followed(tmp_path, paths):
     precious = tmp_path / "precious"
     precious.write_text("precious")
     (paths[0] / "infinity-rank0.lock").symlink_to(precious)
@@ -489,7 +489,7 @@ def test_a_symlink_in_place_of_the_lock_or_the_file_is_not_followed(tmp_path, pa
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o777])
-def test_modes_are_private_whatever_the_umask(paths, umask):
+def test_modes_are_private_for_every_umask(paths, umask):
     before = os.umask(umask)
     try:
         with Swap(paths[:1]) as swap:
@@ -503,10 +503,10 @@ def test_modes_are_private_whatever_the_umask(paths, umask):
         os.umask(before)
 
 
-# ---- one run a directory: promise 7 ----
+# ---- one run per directory ----
 
 
-def test_a_second_run_is_refused_and_harms_nothing(paths):
+def test_a_second_run_is_refused_without_harm(paths):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(MIB)
         swap.reserve()
@@ -523,7 +523,7 @@ def test_a_second_run_is_refused_and_harms_nothing(paths):
     assert everything_in(*paths) == []
 
 
-def test_ranks_of_a_run_share_and_runs_do_not(paths):
+def test_ranks_of_one_run_share_a_directory_and_two_runs_do_not(paths):
     with Swap(paths[:1], rank=0, world=2, run="a") as first, Swap(paths[:1], rank=1, world=2, run="a") as second:
         for rank, world, run in ((0, 2, "a"), (1, 2, "b"), (2, 3, "b"), (7, 8, "b"), (0, 1, None)):
             with pytest.raises(SwapError, match="in use by rank"):
@@ -539,7 +539,7 @@ def test_ranks_of_a_run_share_and_runs_do_not(paths):
     assert everything_in(*paths) == []
 
 
-def test_ranks_find_their_run_in_the_launchers_environment(paths, monkeypatch):
+def test_the_launchers_environment_identifies_the_run(paths, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29501")
     with Swap(paths[:1], rank=0, world=4), Swap(paths[:1], rank=3, world=4):
@@ -548,7 +548,7 @@ def test_ranks_find_their_run_in_the_launchers_environment(paths, monkeypatch):
             Swap(paths[:1], rank=1, world=4)
 
 
-def test_strangers_files_are_left_alone(paths):
+def test_files_of_others_are_not_touched(paths):
     for name in ("notes.txt", "infinity-swap", "infinity-0123456789abc", "infinity-rankx.lock"):
         (paths[0] / name).write_text("mine")
     stale = paths[0] / "infinity-0123456789ab"
@@ -562,7 +562,7 @@ def test_strangers_files_are_left_alone(paths):
     assert {"notes.txt", "infinity-swap", "infinity-0123456789abc", "infinity-rankx.lock", "infinity-fedcba987654"} <= set(left)
 
 
-def test_close_survives_a_directory_that_is_gone(paths):
+def test_close_works_after_the_directory_is_gone(paths):
     swap = Swap(paths[:1])
     swap.allocate(PAGE)
     swap.reserve()
@@ -571,7 +571,7 @@ def test_close_survives_a_directory_that_is_gone(paths):
     assert not list(tiers_gone.glob("infinity-*/*.swap"))
 
 
-# A process that has imported everything forks the runs that are killed: a fresh interpreter would import torch each time.
+# One process does all imports and forks the runs that are killed. A new interpreter would import torch each time.
 KILLS = """
     import mmap, os, random, signal, sys, time
     from infinity.errors import SwapError
@@ -601,7 +601,7 @@ KILLS = """
                 for extent in extents:
                     swap.write(extent, pages)
 
-    for i in range(num_kills):  # anywhere between start and full load
+    for i in range(num_kills):  # at a random time between start and full load
         pid, receive = child(train)
         os.read(receive, 6)
         if i % 2:
@@ -612,7 +612,7 @@ KILLS = """
         os.close(receive)
     print("left by the last one:", sum(len(files) for _, _, files in os.walk(path)) > 0)
 
-    def train_with_worker(say):  # a data loader's worker outlives its killed parent
+    def train_with_worker(say):  # a worker of a data loader outlives the killed parent
         swap = Swap([path])
         worker = os.fork()
         if not worker:
@@ -638,7 +638,7 @@ KILLS = """
 """
 
 
-def test_what_killed_runs_leave_is_reclaimed(paths):
+def test_files_of_killed_runs_are_removed(paths):
     done = run_python(KILLS, paths[0], 50)
     expected = ["left by the last one: True", "refused: True", "beside the orphan: True", "at the end: []"]
     assert done.stdout.splitlines() == expected, done.stderr
@@ -663,14 +663,14 @@ EXIT = """
             sys.exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert len(os.listdir(sys.argv[1])) == 2  # the child's exit removed nothing
+    assert len(os.listdir(sys.argv[1])) == 2  # the child's exit removed no files
     print("exit")
 """
 
 
-def test_exit_finishes_and_removes_and_a_forked_child_does_not(paths):
+def test_exit_removes_files_and_the_exit_of_a_forked_child_does_not(paths):
     done = run_python(EXIT, paths[0])
-    assert (done.stdout, done.returncode) == ("exit\n", 0), done.stderr  # Python 3.12 warns on stderr that threads were forked
+    assert (done.stdout, done.returncode) == ("exit\n", 0), done.stderr  # not stderr: Python 3.12 warns there about a fork with threads
     assert everything_in(*paths) == []
 
 
@@ -696,7 +696,7 @@ TERMINATED = """
 
 
 @pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_sigterm_at_any_moment_of_training_leaves_nothing(paths, num_kills):
+def test_sigterm_at_any_moment_of_training_leaves_no_files(paths, num_kills):
     for _ in range(num_kills):
         process = start_python(TERMINATED, paths[0], "ours")
         assert process.stdout.readline() == "begun\n"
@@ -767,7 +767,7 @@ def test_files_grow_after_reserve_and_bytes_come_back(paths, num_paths, reserved
     assert everything_in(*paths) == []
 
 
-def test_to_extend_comes_between_reserve_and_close(paths):
+def test_extend_is_refused_before_reserve_and_after_close(paths):
     swap = Swap(paths[:1])
     with pytest.raises(UsageError, match="reserve"):
         swap.extend(PAGE)
@@ -790,7 +790,7 @@ def limit_files(nbytes):
 @pytest.mark.parametrize(
     "has_file", [True, False]
 )
-def test_a_file_that_cannot_grow_is_a_swap_error_and_what_is_there_stays_usable(paths, has_file):
+def test_a_file_that_cannot_grow_is_an_error_and_stays_usable(paths, has_file):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     with Swap(paths[:1]) as swap:
         swap.reserve()
@@ -828,7 +828,7 @@ def test_a_file_grows_while_it_is_read_and_written(paths):
     assert everything_in(*paths) == []
 
 
-def test_a_killed_run_whose_file_had_grown_is_cleaned_up_by_the_next(paths):
+def test_the_next_run_removes_grown_files_of_a_killed_run(paths):
     source = """
     import os, sys
     from infinity.system.swap import Swap
@@ -845,8 +845,8 @@ def test_a_killed_run_whose_file_had_grown_is_cleaned_up_by_the_next(paths):
     assert everything_in(*paths) == []
 
 
-def test_a_rank_that_leaves_early_takes_no_folder_from_the_others(paths):
-    """It fails at its start, say, while they are about to make their files."""
+def test_a_rank_that_leaves_early_keeps_the_shared_folder(paths):
+    """For example, the rank fails at its start, before the other ranks have made their files."""
     first, second = (Swap(paths[:1], rank=rank, world=2, run="a") for rank in (0, 1))
     extent = second.allocate(PAGE)
     first.close()

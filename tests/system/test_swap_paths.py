@@ -1,4 +1,4 @@
-"""swap_paths: directories on one drive are found through partitions and volumes, and slow ones by their rates."""
+"""swap_paths: finds directories on one drive through partitions and volumes, and slow directories by their rates."""
 
 import os
 
@@ -11,7 +11,7 @@ from infinity.system.swap_paths import shared_drives, slow_directories
 
 @pytest.fixture
 def devices(tmp_path):
-    """/sys/devices in small: two drives of two partitions each, a volume over a partition of each, a RAID over both drives' others."""
+    """A small /sys/devices: two drives with two partitions each, nested volumes over sda1 and sdb1, a partitioned md0 over sdb2, nvme0n1."""
     for drive in ("sda", "sdb"):
         for number in (1, 2):
             partition = tmp_path / drive / f"{drive}{number}"
@@ -37,11 +37,11 @@ def devices(tmp_path):
         ("md0/md0p1", ["sdb"]),
     ],
 )
-def test_the_whole_drives_of_partitions_and_volumes_are_found(devices, device, drives):
+def test_the_drives_of_partitions_and_volumes_are_found(devices, device, drives):
     assert [drive.name for drive in whole_drives(devices / device)] == drives
 
 
-def test_directories_of_one_filesystem_are_one_remark(paths):
+def test_directories_on_one_filesystem_give_one_remark(paths):
     (remark,) = shared_drives(paths)
     assert remark.text.startswith(f"swap directories {paths[0]}, {paths[1]} and {paths[2]} lie on one ")
     assert remark.text.endswith("they share its bandwidth and its free space")
@@ -49,18 +49,18 @@ def test_directories_of_one_filesystem_are_one_remark(paths):
     assert shared_drives(paths[:1]) == []
 
 
-def test_directories_of_other_filesystems_share_what_lies_below(paths, monkeypatch):
+def test_directories_on_different_filesystems_may_share_a_drive(paths, monkeypatch):
     places = dict(zip(paths, ({"filesystem 1", "sda"}, {"filesystem 2", "sdb"}, {"filesystem 3", "sda", "sdb"})))
     monkeypatch.setattr(swap_paths, "_places", places.get)
     assert shared_drives(paths[:2]) == []
     (remark,) = shared_drives([paths[0], paths[2]])
     assert f"{paths[0]} and {paths[2]} lie on one drive (sda, sdb)" in remark.text
-    assert len(shared_drives(paths)) == 1  # by way of the third
+    assert len(shared_drives(paths)) == 1  # the third directory joins the other two
 
 
-def test_a_directory_in_memory_and_one_on_a_drive_share_nothing(tmp_path):
+def test_a_directory_in_memory_shares_no_drive(tmp_path):
     if not os.path.ismount("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat(tmp_path).st_dev:
-        pytest.skip("no tmpfs")
+        pytest.skip("needs a tmpfs on /dev/shm")
     assert shared_drives([tmp_path, "/dev/shm"]) == []
 
 

@@ -1,4 +1,4 @@
-"""Waits: a thread that waits says for what, and what that waits for; those of the program are told from the engine's own."""
+"""Waits: a waiting thread names its wait and the waits behind it. Threads of the program and of the engine are told apart."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ import pytest
 from infinity.system.lanes import Lane
 from infinity.system.waits import of_the_program, waiting, waits
 
-SECONDS = 20  # after which a thread is taken to hang
+SECONDS = 20  # a thread that takes longer counts as hung
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def lanes():
 
 
 def told(text):
-    """The wait of the program, once it says this; another thread brings that about."""
+    """Return the wait of the program, once another thread has caused this text."""
     deadline = time.monotonic() + SECONDS
     while (wait := of_the_program()) is None or str(wait) != text:
         assert time.monotonic() < deadline, f"{wait}"
@@ -29,7 +29,7 @@ def told(text):
     return wait
 
 
-def test_a_wait_says_what_it_waits_for_and_what_that_waits_for(lanes):
+def test_a_wait_names_the_waits_behind_it(lanes):
     copies, updates = lanes
     gate, began = threading.Event(), time.perf_counter()
 
@@ -49,7 +49,7 @@ def test_a_wait_says_what_it_waits_for_and_what_that_waits_for(lanes):
     assert update.done and of_the_program() is None
 
 
-def test_a_wait_within_another_belongs_to_it_and_what_is_said_twice_is_said_once(lanes):
+def test_nested_waits_are_one_wait_and_name_a_chunk_once(lanes):
     gate = threading.Event()
 
     def read():
@@ -70,7 +70,7 @@ def test_a_wait_within_another_belongs_to_it_and_what_is_said_twice_is_said_once
     assert waiter.ident not in waiting
 
 
-def test_threads_of_the_engine_are_none_of_the_programs(lanes):
+def test_waits_of_engine_threads_are_not_waits_of_the_program(lanes):
     gate, inside = threading.Event(), threading.Event()
 
     def work():

@@ -1,6 +1,6 @@
-"""Saved activations come back with their bytes, once and in time, whatever their storage, budget, drive and order.
+"""Saved activations are restored with the same bits, for any storage, budget, drive and order.
 
-Long because the unit, the engine around it and its faults share what makes storages leave and what is left afterwards.
+Long because tests of the class, of the engine and of faults share the helpers that move storages and check the rest.
 """
 
 import errno
@@ -41,12 +41,12 @@ CPU = torch.device("cpu")
 PAGE, MIB = 4096, 1 << 20
 N = MIN_NBYTES  # bytes of the smallest storage that moves
 ON_DEVICE = (StorageState.DEVICE, StorageState.LEAVING)
-BEHIND = 1 + module.NUM_LEAVING  # of equal storages: the newest stays, and so many are on their way
+BEHIND = 1 + module.NUM_LEAVING  # equal storages on the device: the newest one, and those on their way
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes Activations with a swap of their own; closed at the end, with nothing left."""
+    """Makes Activations, each with its own swap. At the end, closes them and asserts that no file and no thread is left."""
     made, swaps = [], []
 
     def build(budget=64 * MIB, *, to_nvme=False, on_demand=False):
@@ -75,7 +75,7 @@ def is_filled(tensor, value, nbytes=N):
 
 
 def push_out(activations, *saved):
-    """Save others until these have left the device and, if they go there, are on NVMe; the others."""
+    """Saves other tensors until `saved` have left the device and all writes to NVMe are over. Returns the others."""
     others = []
     while any(one.stored.state in ON_DEVICE for one in saved):
         others.append(activations.save(filled(255, activations._largest_nbytes)))
@@ -84,12 +84,12 @@ def push_out(activations, *saved):
 
 
 def save_many(activations, values, nbytes=N):
-    """Of storages that nobody else refers to."""
+    """Saves storages without other references."""
     return [activations.save(filled(value, nbytes)) for value in values]
 
 
 def transfers(activations, monkeypatch):
-    """The numbers of the storages that are written and read from now on, in order: ("write", 0), ..."""
+    """Records later transfers in order: ("write", number of the storage), ..."""
     seen = []
     for op in ("read", "write"):
         move = getattr(activations.store.swap, op)
@@ -118,7 +118,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_comes_back_with_its_shape_strides_and_bytes(make, view, to_nvme):
+def test_a_view_is_restored_with_its_shape_strides_and_bytes(make, view, to_nvme):
     activations = make(to_nvme=to_nvme)
     x = torch.randn(256, 256)
     saved = activations.save(VIEWS[view](x))
@@ -138,7 +138,7 @@ DTYPES += [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_with_its_bytes_also_those_of_no_number(make, dtype):
+def test_every_dtype_is_restored_with_its_bytes_including_nans(make, dtype):
     activations = make(to_nvme=True)
     bytes_ = torch.randint(256, (N,), dtype=torch.uint8) & (1 if dtype is torch.bool else 255)
     saved = activations.save(bytes_.clone().view(dtype))
@@ -149,7 +149,7 @@ def test_every_dtype_comes_back_with_its_bytes_also_those_of_no_number(make, dty
 
 
 @pytest.mark.parametrize("nbytes", [N, N + 1, N + PAGE - 1, N + PAGE, MIB - 1, 3 * MIB + 12345])
-def test_storages_of_any_size_come_back(make, nbytes):
+def test_storages_of_any_size_are_restored(make, nbytes):
     activations = make(to_nvme=True)
     expected = [torch.randint(256, (nbytes,), dtype=torch.uint8) for _ in range(6)]
     saved = [activations.save(x.clone()) for x in expected]
@@ -157,10 +157,10 @@ def test_storages_of_any_size_come_back(make, nbytes):
         assert torch.equal(activations.restore(one), x)
     assert activations.stats()["moved_nbytes"] == 5 * nbytes  # the newest stays
     pages = -(-nbytes // PAGE)
-    assert pages <= activations.stats()["nvme_nbytes"] / PAGE / (6 - BEHIND) <= pages * 9 / 8  # sizes alike share theirs
+    assert pages <= activations.stats()["nvme_nbytes"] / PAGE / (6 - BEHIND) <= pages * 9 / 8  # similar sizes share extents
 
 
-def test_views_of_one_storage_move_once_and_are_views_of_one_storage_again(make):
+def test_views_of_one_storage_move_once_and_share_a_storage_again(make):
     activations = make()
     x = torch.randn(256, 256)
     expected = x.clone()
@@ -174,7 +174,7 @@ def test_views_of_one_storage_move_once_and_are_views_of_one_storage_again(make)
         assert torch.equal(tensor, want)
 
 
-def test_what_is_saved_again_in_a_later_forward_pass_moves_once(make):
+def test_a_tensor_saved_again_in_a_later_forward_pass_moves_once(make):
     activations = make()
     x = filled(3)
     first = activations.save(x)
@@ -210,13 +210,13 @@ STAYS["sparse"] = lambda: torch.eye(256).to_sparse()
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", STAYS)
-def test_what_stays_on_the_device(make, kind):
+def test_small_and_special_tensors_stay_on_the_device(make, kind):
     activations = make()
     assert activations.save(STAYS[kind]()) is None
     assert activations.stats() == {"moved_nbytes": 0, "host_nbytes": 0, "host_peak_nbytes": 0, "nvme_nbytes": 0}
 
 
-def test_inference_tensors_and_buffers_stay(make):
+def test_inference_tensors_and_buffers_stay_on_the_device(make):
     activations = make()
     with torch.inference_mode():
         x = filled(1)
@@ -229,7 +229,7 @@ def test_inference_tensors_and_buffers_stay(make):
     assert activations.save(buffer) is not None
 
 
-def test_a_quarter_of_a_storage_moves_it(make):
+def test_a_view_of_a_quarter_of_a_storage_moves_the_storage(make):
     activations = make()
     x = torch.randn(N)
     assert activations.save(x[N // 2 : 3 * N // 4]) is not None
@@ -240,7 +240,7 @@ def test_a_quarter_of_a_storage_moves_it(make):
 
 
 @pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
-def test_an_original_that_is_alive_is_used_itself_and_nothing_is_read(make, monkeypatch, to_nvme):
+def test_restore_returns_an_original_that_is_alive_and_reads_nothing(make, monkeypatch, to_nvme):
     activations = make(to_nvme=to_nvme)
     x = filled(7)
     saved = activations.save(x)
@@ -252,7 +252,7 @@ def test_an_original_that_is_alive_is_used_itself_and_nothing_is_read(make, monk
     assert is_filled(activations.restore(saved), 7)
 
 
-def test_storages_that_may_take_each_others_addresses_are_kept_apart(make):
+def test_storages_that_reuse_an_address_are_told_apart(make):
     activations = make()
     saved = []
     for value in range(200):
@@ -264,7 +264,7 @@ def test_storages_that_may_take_each_others_addresses_are_kept_apart(make):
         assert is_filled(activations.restore(one), value)
 
 
-def test_a_storage_saved_at_two_versions_is_kept_twice(make):
+def test_each_version_of_a_storage_is_kept(make):
     activations = make()
     x = filled(1)
     old = activations.save(x)
@@ -280,7 +280,7 @@ def test_a_storage_saved_at_two_versions_is_kept_twice(make):
     assert old.stored is not new.stored is not newest.stored
 
 
-def test_a_change_through_a_view_shows_after_the_tensor_is_gone(make):
+def test_a_change_through_a_view_is_seen_after_the_tensor_is_gone(make):
     activations = make()
     x = filled(1)
     saved, view = activations.save(x), x[:10]
@@ -299,7 +299,7 @@ def test_the_watch_of_a_version_keeps_no_storage_alive(make):
     assert storage.expired() and saved.versions == (0, 0) and len(others) == BEHIND
 
 
-def test_parts_of_a_storage_with_version_counters_of_their_own_are_not_confused(make):
+def test_parts_of_a_storage_with_own_version_counters_are_kept_apart(make):
     activations = make()
     both = torch.zeros(2 * N, dtype=torch.uint8)
     first, second = both.unsafe_chunk(2)
@@ -313,7 +313,7 @@ def test_parts_of_a_storage_with_version_counters_of_their_own_are_not_confused(
     assert is_filled(activations.restore(saved), 1) and is_filled(activations.restore(late), 2)
 
 
-def test_an_original_that_grows_after_it_left_changes_nothing(make):
+def test_an_original_that_grows_after_its_copy_is_restored(make):
     activations = make()
     x = filled(5)
     saved = activations.save(x)
@@ -325,15 +325,15 @@ def test_an_original_that_grows_after_it_left_changes_nothing(make):
     del others
 
 
-def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbours(make):
+def test_an_original_that_grows_before_its_copy_overwrites_no_neighbour(make):
     activations = make(16 * N)
-    first, *neighbours = save_many(activations, range(8))  # one behind the other in host memory
+    first, *neighbours = save_many(activations, range(8))  # contiguous in host memory
     assert [one.stored.state for one in (first, *neighbours[:3])] == [StorageState.HOST] * 4
     x = filled(77)
     saved = activations.save(x)
     del first
     activations.keep_on_device([])
-    activations.store.heap.give_back(activations._take(N))  # what cools is free
+    activations.store.heap.give_back(activations._take(N))  # frees memory whose transfers are over
     x.untyped_storage().resize_(6 * N)
     x.untyped_storage().fill_(77)
     others = push_out(activations, saved)
@@ -342,7 +342,7 @@ def test_an_original_that_grows_before_it_leaves_does_not_reach_into_its_neighbo
     del others
 
 
-def test_an_original_that_shrinks_after_it_left_comes_back_whole(make):
+def test_an_original_that_shrinks_after_its_copy_is_restored_whole(make):
     activations = make()
     x = filled(5)
     saved = activations.save(x)
@@ -352,7 +352,7 @@ def test_an_original_that_shrinks_after_it_left_comes_back_whole(make):
     del others
 
 
-def test_an_original_that_is_cut_before_it_left_is_an_error_that_says_so(make):
+def test_an_original_that_shrinks_before_its_copy_is_an_error(make):
     activations = make()
     x = filled(5)
     saved = activations.save(x)
@@ -361,11 +361,11 @@ def test_an_original_that_is_cut_before_it_left_is_an_error_that_says_so(make):
         activations.restore(saved)
 
 
-# ---- what is where ----
+# ---- places of storages ----
 
 
-def test_the_device_holds_the_newest_until_as_much_was_saved_after_them_and_a_few_that_leave(make):
-    """Of what nobody else refers to; two storages of the largest size and those that leave bound it."""
+def test_the_device_holds_only_the_newest_storages_and_those_that_leave(make):
+    """The storages have no other reference. The bound is two storages of the largest size, and those on their way."""
     activations = make()
     sizes = [N, 3 * N, N, N, N, 8 * N, 2 * N, N, 7 * N, 8 * N, 8 * N, 8 * N, 4 * N, 2 * N, N, *[N] * 20]
     alive, saved, staying, sent = [], [], [], []
@@ -382,7 +382,7 @@ def test_the_device_holds_the_newest_until_as_much_was_saved_after_them_and_a_fe
     assert activations.stats()["moved_nbytes"] == sum(sizes) - N
 
 
-def test_equal_storages_leave_as_many_behind_as_are_under_way_and_one(make):
+def test_three_equal_storages_at_most_are_on_the_device(make):
     activations = make()
     alive, counts, saved = [], [], []
     for value in range(6):
@@ -395,7 +395,7 @@ def test_equal_storages_leave_as_many_behind_as_are_under_way_and_one(make):
     assert [one.stored.state.value for one in saved] == ["host"] * 3 + ["leaving"] * 2 + ["device"]
 
 
-def test_copies_that_lag_change_no_byte_and_bound_the_device_all_the_same(make):
+def test_slow_copies_change_no_byte_and_keep_the_bound_of_the_device(make):
     activations = make()
     gate = threading.Semaphore(0)
     activations.copies.on_job = gate.acquire
@@ -403,7 +403,7 @@ def test_copies_that_lag_change_no_byte_and_bound_the_device_all_the_same(make):
     for value in range(6):
         x = filled(value)
         alive.append(StorageWeakRef(x.untyped_storage()))
-        gate.release()  # one copy may run for each that is saved
+        gate.release()  # each save lets one copy run
         saved.append(activations.save(x))
         x = None
         assert sum(not storage.expired() for storage in alive) <= BEHIND + 1
@@ -411,7 +411,7 @@ def test_copies_that_lag_change_no_byte_and_bound_the_device_all_the_same(make):
     assert [is_filled(activations.restore(one), value) for value, one in enumerate(saved)] == [True] * 6
 
 
-def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
+def test_dropped_tensors_free_host_memory_and_nvme_for_the_next_step(make):
     activations = make(8 * N, to_nvme=True)
     rooms = []
     for step in range(6):
@@ -427,11 +427,11 @@ def test_dropped_ones_free_host_memory_and_room_on_nvme_for_the_next_step(make):
     activations.store.writer.drain()
     activations.copies.drain()
     assert activations.store.storages == {} and activations._by_key == {}
-    activations.store.heap.give_back(activations._take(8 * N))  # nothing but what cools is in the way
+    activations.store.heap.give_back(activations._take(8 * N))  # only memory of ended transfers is still taken
     assert activations.store.heap.used_nbytes == 0
 
 
-def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_is(make):
+def test_a_graph_dropped_without_backward_frees_all_its_storages(make):
     activations = make(6 * N)
     _aio._inject("write", 0, -1, None, delay=0.005)
     for num in range(1, 16):
@@ -446,7 +446,7 @@ def test_a_graph_that_is_dropped_without_backward_frees_everything_wherever_it_i
     assert activations.store.heap.used_nbytes == 0
 
 
-def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
+def test_any_thread_may_drop_handles_while_other_tensors_are_saved(make):
     activations = make(16 * N)
     bags, wrong = [queue.SimpleQueue() for _ in range(4)], []
 
@@ -475,8 +475,8 @@ def test_handles_may_be_dropped_by_any_thread_while_others_are_saved(make):
     assert activations.store.storages == {} and activations.store.heap.nbytes <= 16 * N
 
 
-def test_an_extent_is_given_on_while_its_last_read_is_under_way(make):
-    """What was read ahead is dropped; its extent is written by another storage at once."""
+def test_an_extent_is_reused_before_its_last_read_is_over(make):
+    """Drops storages during their prefetch. Another storage writes to their extents at once."""
     activations = make(8 * N, to_nvme=True)
     saved = save_many(activations, range(12))
     activations.store.writer.drain()
@@ -495,7 +495,7 @@ def test_an_extent_is_given_on_while_its_last_read_is_under_way(make):
 
 @pytest.mark.parametrize("budget", [3 * N, 4 * N, 7 * N + 1234, 20 * N])
 @pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
-def test_host_memory_stays_within_its_budget_and_all_bytes_come_back(make, budget, to_nvme):
+def test_host_memory_stays_within_its_budget_and_all_bytes_are_restored(make, budget, to_nvme):
     activations = make(budget, to_nvme=to_nvme)
     for step in range(3):
         saved = []
@@ -508,7 +508,7 @@ def test_host_memory_stays_within_its_budget_and_all_bytes_come_back(make, budge
 
 
 @pytest.mark.parametrize("order", ["forward", "random", "twice"])
-def test_any_order_of_use_finds_its_bytes_at_a_tight_budget(make, order):
+def test_any_order_of_use_restores_the_bytes_with_a_small_budget(make, order):
     activations = make(4 * N)
     saved = save_many(activations, range(30))
     numbers = {"forward": [*range(30)], "random": random.Random(3).sample(range(30), 30), "twice": [*range(29, -1, -1)] * 2}[order]
@@ -517,7 +517,7 @@ def test_any_order_of_use_finds_its_bytes_at_a_tight_budget(make, order):
         assert activations.store.heap.peak_nbytes <= 4 * N
 
 
-def test_the_oldest_are_written_first(make, monkeypatch):
+def test_the_oldest_storages_are_written_first(make, monkeypatch):
     activations = make(4 * N)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(12))
@@ -527,7 +527,7 @@ def test_the_oldest_are_written_first(make, monkeypatch):
     assert [one.stored.state for one in saved[: len(written)]] == [StorageState.NVME] * len(written)
 
 
-def test_to_nvme_writes_all_that_has_left_in_its_order(make, monkeypatch):
+def test_activations_for_nvme_are_written_in_the_order_of_saves(make, monkeypatch):
     activations = make(to_nvme=True)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(8))
@@ -536,7 +536,7 @@ def test_to_nvme_writes_all_that_has_left_in_its_order(make, monkeypatch):
     assert [one.stored.state.value for one in saved] == ["nvme"] * 5 + ["leaving"] * 2 + ["device"]
 
 
-def test_with_room_for_all_nothing_is_written(make, monkeypatch):
+def test_nothing_is_written_if_host_memory_has_room_for_all(make, monkeypatch):
     activations = make(64 * N)
     seen = transfers(activations, monkeypatch)
     saved = save_many(activations, range(20))
@@ -545,7 +545,7 @@ def test_with_room_for_all_nothing_is_written(make, monkeypatch):
 
 
 @pytest.mark.parametrize("budget", [4 * N, 6 * N, 10 * N])
-def test_backward_reads_each_once_newest_first_and_evicts_nothing(make, monkeypatch, budget):
+def test_backward_reads_each_storage_once_from_the_newest_on(make, monkeypatch, budget):
     activations = make(budget, to_nvme=True)
     saved = save_many(activations, range(16))
     activations.store.writer.drain()
@@ -561,12 +561,12 @@ def test_a_refusal_names_the_storage_and_the_budget(make):
     with pytest.raises(BudgetError) as caught:
         saved += save_many(activations, range(3), 5 * N)
     assert str(caught.value) == (
-        "a saved activation of 320.0 KiB does not fit into what is left of host_memory for activations, 192.0 KiB. "
+        "a saved activation of 320.0 KiB does not fit into the host_memory left for activations, 192.0 KiB. "
         "Raise host_memory, or use activation_tier='device'."
     )
 
 
-def test_after_a_refusal_smaller_ones_are_kept(make):
+def test_smaller_storages_are_saved_after_a_refusal(make):
     activations = make(3 * N)
     saved = []
     with pytest.raises(BudgetError):
@@ -582,18 +582,18 @@ def places(saved):
     return [one.stored.state.value for one in saved]
 
 
-def test_on_demand_what_has_no_room_stays_and_what_leaves_is_let_go_one_at_a_time(make):
+def test_on_demand_storages_without_room_in_host_memory_stay(make):
     activations = make(2 * N, on_demand=True)
     saved = save_many(activations, range(3))
     assert places(saved) == ["leaving"] * 2 + ["device"]
     saved += save_many(activations, [3])
-    assert places(saved) == ["host", "leaving"] + ["device"] * 2  # as when another one leaves
+    assert places(saved) == ["host", "leaving"] + ["device"] * 2  # the oldest copy is finished, as if another storage left
     saved += save_many(activations, [4, 5])
     assert places(saved) == ["host"] * 2 + ["device"] * 4
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved)]))
 
 
-def test_on_demand_smaller_ones_leave_where_a_larger_one_has_no_room(make):
+def test_on_demand_a_small_storage_leaves_although_a_large_one_stays(make):
     activations = make(3 * N, on_demand=True)
     sizes = [5 * N, N, 4 * N, N, N, N, N, 4 * N, N]
     saved = [activations.save(filled(number, nbytes)) for number, nbytes in enumerate(sizes)]
@@ -605,7 +605,7 @@ def test_on_demand_smaller_ones_leave_where_a_larger_one_has_no_room(make):
     assert activations.store.storages == activations._staying == activations._by_key == {}
 
 
-def test_on_demand_what_stays_leaves_once_there_is_room_the_oldest_first(make):
+def test_on_demand_the_oldest_storage_leaves_once_there_is_room(make):
     activations = make(2 * N, on_demand=True)
     saved = save_many(activations, range(6))
     del saved[:2]
@@ -614,7 +614,7 @@ def test_on_demand_what_stays_leaves_once_there_is_room_the_oldest_first(make):
     assert all(is_filled(activations.restore(one), value) for value, one in reversed([*enumerate(saved, 2)]))
 
 
-def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
+def test_prefetched_storages_make_room_for_a_storage_that_is_needed_now(make):
     activations = make(8 * N, to_nvme=True)
     small, (large, *_) = save_many(activations, range(16)), save_many(activations, range(40, 45), 4 * N)
     del _
@@ -625,7 +625,7 @@ def test_what_was_read_ahead_makes_room_for_what_is_needed_now(make):
     assert all(is_filled(activations.restore(one), value) for value, one in enumerate(small))
 
 
-def test_a_large_storage_finds_room_where_small_ones_were(make):
+def test_a_large_storage_uses_the_memory_of_freed_small_ones(make):
     activations = make(200 * MIB)
     saved = save_many(activations, range(6), 60 * MIB)
     del saved
@@ -639,7 +639,7 @@ def test_a_large_storage_finds_room_where_small_ones_were(make):
 
 def jitter(seed, most=0.002):
     chance = random.Random(seed)
-    return lambda: time.sleep(chance.random() * most)  # a delay, not a wait for anything
+    return lambda: time.sleep(chance.random() * most)  # a random delay, no synchronisation
 
 
 
@@ -648,7 +648,7 @@ def jitter(seed, most=0.002):
     "budget, to_nvme, on_demand",
     [(4 * N, False, False), (4 * N, True, False), (64 * N, True, False), (64 * N, False, False), (4 * N, False, True)],
 )
-def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme, on_demand):
+def test_random_orders_sizes_and_delays_restore_the_bytes(make, budget, to_nvme, on_demand):
     activations = make(budget, to_nvme=to_nvme, on_demand=on_demand)
     activations.copies.on_job, activations.store.writer.on_job = jitter(1), jitter(2)
     _aio._inject("write", 0, -1, None, every=3, delay=0.002)
@@ -671,7 +671,7 @@ def test_random_orders_sizes_and_delays_find_their_bytes(make, budget, to_nvme, 
 
 # ---- through the engine ----
 
-PAGES = 16  # of host memory: what more is saved goes to NVMe
+PAGES = 16  # pages of host memory for activations; more go to NVMe
 PLACES = ["host", "nvme"]
 
 
@@ -681,7 +681,7 @@ def everything_moves(monkeypatch):
 
 
 def tighten(engine, num_pages=PAGES, delays=0.0005):
-    """Little host memory for activations, and lanes that lag."""
+    """Gives activations little host memory, and makes their lanes slow."""
     activations = engine.activations
     if activations is not None:
         activations.store.heap.budget_nbytes = num_pages * PAGE
@@ -716,7 +716,7 @@ def two_forwards(model, optimizer):
 
 
 def two_backwards(model, optimizer):
-    """Both of one graph: the gradients are twice those of one."""
+    """Two backward passes through one graph: gradients are twice those of one pass."""
     for step in range(2):
         x = given(model, step)
         loss = loss_of(model(x))
@@ -728,7 +728,7 @@ def two_backwards(model, optimizer):
 
 
 def first_graph_first(model, optimizer):
-    """Two graphs, whose backward passes come in the order of their forward passes."""
+    """Two graphs: the backward passes run in the order of the forward passes."""
     first, second = given(model, 0), given(model, 1)
     losses = [loss_of(model(first)), loss_of(model(second))]
     while losses:
@@ -750,7 +750,7 @@ def evaluation_between(model, optimizer):
 
 
 def graphs_not_used(model, optimizer):
-    """A forward pass whose loss nobody asks for, kept alive for a while."""
+    """Keeps the graph of an unused forward pass alive for a while."""
     kept = []
     for step in range(4):
         kept = kept[-1:] + [loss_of(model(given(model, 50 + step)))]
@@ -763,7 +763,7 @@ def graphs_not_used(model, optimizer):
 
 
 def interrupted(model, optimizer):
-    """A backward pass raises half-way and is repeated."""
+    """Repeats a backward pass that raised half-way."""
 
     def raises(grad):
         raise ValueError("half-way")
@@ -786,7 +786,7 @@ def interrupted(model, optimizer):
 
 
 def side_output(model, optimizer):
-    """An output that nothing depends on, and one that is used twice."""
+    """One output is unused, another is used twice."""
     for step in range(2):
         x = given(model, step)
         output = model(x)
@@ -798,7 +798,7 @@ def side_output(model, optimizer):
         del unused
 
 
-RUNS = {  # what is done, options of the optimizer, settings
+RUNS = {  # name: (steps, options of the optimizer, settings)
     "plain": (plain_steps, {}, {}),
     "backward": (plain_steps, {}, {"update": "backward"}),
     "norm": (plain_steps, {"max_grad_norm": 0.1}, {}),
@@ -814,7 +814,7 @@ RUNS = {  # what is done, options of the optimizer, settings
 
 
 def results(make, directory, place, what=plain_steps, options=None, pages=PAGES, moves=True, **config):
-    """What a run yields, and all states; the bytes moved."""
+    """Returns (tensors that the run yields, all states). Checks the number of moved bytes."""
     with no_hang(60), training(make, directory, options=options, activation_tier=place, **config) as (model, engine, optimizer):
         tighten(engine, pages)
         found = [tensor.detach().clone() for tensor in what(model, optimizer) if tensor is not None]
@@ -823,7 +823,7 @@ def results(make, directory, place, what=plain_steps, options=None, pages=PAGES,
             assert stats is None
         else:
             assert stats["host_nbytes"] <= pages * PAGE
-            if moves is not None:  # it is known
+            if moves is not None:  # None: unknown
                 assert (stats["moved_nbytes"] > 0) == moves and (stats["nvme_nbytes"] > 0 or place == "host") >= moves
         return found, states_of(engine, model)
 
@@ -840,20 +840,20 @@ def assert_same_everywhere(make, directory, places=PLACES, **config):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RUNS)
-def test_no_bit_depends_on_where_activations_live(tmp_path, everything_moves, name, dtype):
+def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, name, dtype):
     what, options, config = RUNS[name]
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=what, options=options, dtype=dtype, **config)
 
 
 @pytest.mark.parametrize("name", TRAITS)
-def test_models_of_all_kinds_train_to_the_same_bits(tmp_path, everything_moves, name):
+def test_models_of_all_kinds_train_with_the_same_bits(tmp_path, everything_moves, name):
     assert_same_everywhere(TRAITS[name], tmp_path, places=["nvme"], pages=64, moves=None)
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_gpt_trains_to_the_same_bits(tmp_path, everything_moves, dtype, checkpointed):
+def test_a_gpt_trains_with_the_same_bits(tmp_path, everything_moves, dtype, checkpointed):
     def steps(model, optimizer):
         for step in range(2):
             yield torch.tensor(gpt_step(model, optimizer, step, 2))
@@ -866,7 +866,7 @@ def test_a_gpt_trains_to_the_same_bits(tmp_path, everything_moves, dtype, checkp
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_only_the_inputs_of_checkpointed_blocks_leave(tmp_path, everything_moves, use_reentrant):
-    """8 blocks, each with one input [64, 24] fp32 that nobody else keeps; what is computed anew in backward stays."""
+    """8 blocks, each with one input [64, 24] fp32 without other references. Tensors recomputed in backward stay."""
 
     def build(self):
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(H, 4 * H), nn.Tanh(), nn.Linear(4 * H, H)) for _ in range(8))
@@ -883,7 +883,7 @@ def test_only_the_inputs_of_checkpointed_blocks_leave(tmp_path, everything_moves
         optimizer.step()
 
 
-def test_by_layer_they_move_and_train_to_the_same_bits(tmp_path, everything_moves):
+def test_layer_wise_steps_with_offloaded_activations_have_the_same_bits(tmp_path, everything_moves):
     def make():
         return nn.Sequential(*(nn.Sequential(nn.Linear(H, H), nn.Tanh()) for _ in range(4)))
 
@@ -898,7 +898,7 @@ def test_by_layer_they_move_and_train_to_the_same_bits(tmp_path, everything_move
     assert_same_everywhere(make, tmp_path, what=steps, options={"accumulation_steps": 3})
 
 
-def test_fp16_steps_that_overflow_are_skipped_alike(tmp_path, everything_moves):
+def test_fp16_steps_that_overflow_are_skipped_in_every_tier(tmp_path, everything_moves):
     def steps(model, optimizer):
         for step in range(4):
             loss = loss_of(model(given(model, step))) * (1e30 if step == 1 else 1)
@@ -910,8 +910,8 @@ def test_fp16_steps_that_overflow_are_skipped_alike(tmp_path, everything_moves):
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=steps, dtype="fp16")
 
 
-def test_gates_that_are_parts_of_one_tensor_train_to_the_same_bits(tmp_path):
-    """unsafe_chunk gives each part a version counter of its own, as PyTorch's own recurrent cells use it."""
+def test_parts_of_unsafe_chunk_train_with_the_same_bits(tmp_path):
+    """unsafe_chunk gives each part its own version counter. PyTorch's recurrent cells use unsafe_chunk."""
 
     def build(self):
         self.gates, self.inner = nn.Linear(64, 128), nn.Linear(64, 64)
@@ -927,7 +927,7 @@ def test_gates_that_are_parts_of_one_tensor_train_to_the_same_bits(tmp_path):
 
 
 class ChangedLater(nn.Module):
-    """What `change` does to an activation comes after it was saved and, if `far`, has left the device."""
+    """`change` changes an activation after its save and, if `far`, after the activation has left the device."""
 
     def __init__(self, change, far):
         super().__init__()
@@ -986,8 +986,8 @@ def test_a_change_between_two_saves_of_one_storage_is_no_error(tmp_path, everyth
     assert_same_everywhere(lambda: Model(build, run), tmp_path)
 
 
-def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path):
-    """The sizes add up, within host_memory."""
+def test_activations_are_on_nvme_between_forward_and_backward(tmp_path):
+    """The bytes on NVMe equal the sum of sizes, and host memory keeps to host_memory."""
     make = lambda: nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
     with training(make, tmp_path, activation_tier="nvme", host_memory="4MiB") as (model, engine, optimizer):
         x = torch.randn(512, 64)
@@ -1004,14 +1004,14 @@ def test_tensors_are_on_nvme_while_the_backward_pass_needs_none_of_them(tmp_path
 
 
 @pytest.mark.parametrize("place", [*PLACES, "auto"])
-def test_host_memory_that_weights_and_states_leave_is_for_activations(place, tmp_path):
-    """A quarter of it, where these fill the rest; with them on NVMe most of it, so that nothing follows them there."""
+def test_activations_get_the_host_memory_that_weights_and_states_leave(place, tmp_path):
+    """At least a quarter of host_memory. With weights and states on NVMe, most of host_memory: no activation goes to NVMe."""
     make = lambda: nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.Tanh()) for _ in range(20)))
     places = {} if place == "auto" else {"param_tier": place, "optimizer_state_tier": place}
     with training(make, tmp_path, activation_tier="host", host_memory="6MiB", **places) as (model, engine, optimizer):
         others = engine.arena.nbytes
         for _ in range(2):
-            model(torch.randn(768, 64)).square().mean().backward()  # 21 of 192 KiB are saved, and one or two are not sent
+            model(torch.randn(768, 64)).square().mean().backward()  # saves 21 tensors of 192 KiB; one or two are not sent
             optimizer.step()
             optimizer.zero_grad()
         stats = engine.stats()
@@ -1019,11 +1019,11 @@ def test_host_memory_that_weights_and_states_leave_is_for_activations(place, tmp
         assert stats["pinned_host_nbytes"] == others + stats["activation_offload"]["host_nbytes"] <= 6 * MIB
 
 
-def test_room_that_is_too_small_is_refused_with_its_number(tmp_path):
+def test_a_refusal_names_the_host_memory_that_is_left(tmp_path):
     with training(lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), tmp_path,
                   activation_tier="host", host_memory="1MiB") as (model, engine, optimizer):
         left = re.escape(format_bytes(MIB - engine.arena.nbytes))
-        with pytest.raises(BudgetError, match=rf"activation of 2\.0 MiB does not fit into what is left .*, {left}\. Raise"):
+        with pytest.raises(BudgetError, match=rf"activation of 2\.0 MiB does not fit into the host_memory left .*, {left}\. Raise"):
             model(torch.randn(8192, 64)).sum()
         model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
@@ -1033,7 +1033,7 @@ def test_room_that_is_too_small_is_refused_with_its_number(tmp_path):
 
 
 def train_on_a_rank(folder, place):
-    """Of one rank; module-level, as it is run by name in another process."""
+    """Trains one rank. Module-level, because another process runs the function by name."""
     module.MIN_NBYTES = 1
     torch.manual_seed(0)
     with infinity.init(test_ranks.settings(folder, activation_tier=place, **test_ranks.ON_NVME)):
@@ -1054,7 +1054,7 @@ def train_on_a_rank(folder, place):
 
 
 @pytest.mark.long
-def test_two_ranks_each_with_their_own_files_train_to_the_same_bits(tmp_path):
+def test_two_ranks_with_their_own_files_train_with_the_same_bits(tmp_path):
     world = test_ranks.World(2, tmp_path)
     folder = tmp_path / "swap"
     folder.mkdir()
@@ -1071,7 +1071,7 @@ def test_two_ranks_each_with_their_own_files_train_to_the_same_bits(tmp_path):
 
 # ---- faults ----
 
-DEVICE_ONLY = {"param_tier": "device", "optimizer_state_tier": "device"}  # all I/O is that of activations
+DEVICE_ONLY = {"param_tier": "device", "optimizer_state_tier": "device"}  # only activations use the drive
 
 
 def chain():
@@ -1079,7 +1079,7 @@ def chain():
 
 
 def train_chain(directory, place="nvme", num_steps=2, begun=lambda engine: None, forwarded=lambda engine: None, **config):
-    """Losses, states, and how many calls met a fault. begun, forwarded: called with the engine before all, after each forward."""
+    """Returns (losses, states, number of injected faults). Calls begun(engine) first, and forwarded(engine) after each forward."""
     with training(chain, directory, activation_tier=place, **DEVICE_ONLY | config) as (model, engine, optimizer):
         begun(engine)
         losses = []
@@ -1093,7 +1093,7 @@ def train_chain(directory, place="nvme", num_steps=2, begun=lambda engine: None,
         return losses, states_of(engine, model), _aio._inject()
 
 
-FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
+FAULTS = [  # (call, injected result, errno of the SwapError or None if the engine recovers)
     ("write", -errno.EIO, errno.EIO),
     ("write", -errno.ENOSPC, errno.ENOSPC),
     ("write", 0.5, None),
@@ -1110,7 +1110,7 @@ FAULTS = [  # call, what it returns, errno of the SwapError (None: it heals)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
     call, result, code = fault
-    # Backward takes from host memory what is still being written, and reads the rest.
+    # Backward takes tensors from host memory during their write, and reads all others.
     forwarded = (lambda engine: engine.activations.store.writer.drain()) if call == "read" else lambda engine: None
     expected = train_chain(tmp_path, "device")
     for num_met, nth in enumerate((0, 1, 5, 12, 19, 10_000)):
@@ -1119,7 +1119,7 @@ def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fau
             try:
                 losses, states, met = train_chain(tmp_path, forwarded=forwarded)
             except OSError as error:
-                assert code is not None, f"{call} number {nth} did not heal: {error!r}"
+                assert code is not None, f"the engine did not recover from {call} number {nth}: {error!r}"
                 assert_says_what_failed(error, code, tmp_path)
                 assert "activation " in error.strerror and error.filename.endswith(".swap")
                 assert _aio._inject() == 1
@@ -1128,7 +1128,7 @@ def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fau
         assert_same_states(states, expected[1], f"{call} number {nth}")
         if not met:
             break
-        assert code is None, f"{call} number {nth} failed, and nobody was told"
+        assert code is None, f"{call} number {nth} failed without an error"
     assert num_met >= 3
 
 
@@ -1138,7 +1138,7 @@ def limit_files(nbytes):
 
 @pytest.mark.parametrize("num_storages", [0, 3, 9])
 def test_a_file_that_cannot_grow_is_a_swap_error_in_the_forward_pass(tmp_path, num_storages):
-    """As when the disk is full: after so many activations of 64 KiB there is no room for another."""
+    """Acts like a full disk: the file has room for `num_storages` activations of 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     try:
         with no_hang(), nothing_left(tmp_path):
@@ -1152,7 +1152,7 @@ def test_a_file_that_cannot_grow_is_a_swap_error_in_the_forward_pass(tmp_path, n
 
 
 @pytest.mark.parametrize("num_storages", [0, 3])
-def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
+def test_training_continues_once_the_file_can_grow(tmp_path, num_storages):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     expected = train_chain(tmp_path, "device", num_steps=1)
     with no_hang(), training(chain, tmp_path, activation_tier="nvme", **DEVICE_ONLY) as (model, engine, optimizer):
@@ -1170,7 +1170,7 @@ def test_training_goes_on_once_the_file_can_grow(tmp_path, num_storages):
         assert_same_states(states_of(engine, model), expected[1])
 
 
-def test_closing_finishes_the_writes_under_way(tmp_path):
+def test_close_finishes_running_writes(tmp_path):
     with no_hang(), nothing_left(tmp_path):
         engine = infinity.offload(model := chain(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", activation_tier="nvme", **DEVICE_ONLY))
         infinity.AdamW(model.parameters())
@@ -1182,7 +1182,7 @@ def test_closing_finishes_the_writes_under_way(tmp_path):
         del loss
 
 
-def test_backward_after_closing_is_refused(tmp_path):
+def test_backward_after_close_is_refused(tmp_path):
     with no_hang(), nothing_left(tmp_path):
         engine = infinity.offload(model := chain(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", activation_tier="nvme", **DEVICE_ONLY))
         infinity.AdamW(model.parameters())
@@ -1195,7 +1195,7 @@ def test_backward_after_closing_is_refused(tmp_path):
         gc.collect()
 
 
-def test_tensors_that_a_backward_pass_gave_out_outlive_the_engine(make):
+def test_restored_tensors_outlive_the_engine(make):
     activations = make()
     saved = activations.save(filled(9))
     others = push_out(activations, saved)
@@ -1206,7 +1206,7 @@ def test_tensors_that_a_backward_pass_gave_out_outlive_the_engine(make):
     del saved, others
 
 
-def test_restoring_after_closing_raises_and_does_not_hang(make):
+def test_restore_after_close_raises_and_does_not_hang(make):
     activations = make(4 * N, to_nvme=True)
     saved = save_many(activations, range(8))
     activations.close()
@@ -1222,7 +1222,7 @@ def test_twenty_runs_under_load_and_random_delays_have_equal_bits(tmp_path):
 
     def load():
         x = bytes(1 << 20)
-        while not stop.is_set():  # not with torch: a thread that begins to use it may change how others add up
+        while not stop.is_set():  # without torch: a new thread in torch may change the order of others' sums
             x = hashlib.sha256(x).digest() * (1 << 15)
 
     threads = [threading.Thread(target=load) for _ in range(1)]

@@ -1,6 +1,6 @@
-"""Checksums of what lies on NVMe: bytes that the drive changed, mixed up or lost are named, and none of them is used.
+"""Checksums of bytes on NVMe: changed, exchanged or lost bytes raise an error that names them. The engine never uses them.
 
-Long because each way in which a drive is wrong meets each kind of what lies there.
+Long because each kind of damage meets each kind of data.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 KIB, MIB, PAGE = 1 << 10, 1 << 20, 4096
 
 
-# ---- how a drive can err ----
+# ---- kinds of damage ----
 
 
 class SwapFiles:
-    """The files of a swap, from outside."""
+    """The files of a swap, opened outside the swap."""
 
     def __init__(self, swap, paths):
         self.swap = swap
         self.paths = [next(path.glob("infinity-*/*.swap")) for path in paths]
 
     def place(self, extent, offset):
-        """Path, and offset in that file, of a byte of an extent; how many bytes of it follow there."""
+        """(path, offset in the file, bytes of the extent from there on in this file) of a byte of an extent."""
         for stripe in extent.stripes:
             if offset < stripe.nbytes:
                 return self.paths[stripe.path], stripe.offset + offset, stripe.nbytes - offset
@@ -47,7 +47,7 @@ class SwapFiles:
 
 @contextlib.contextmanager
 def damaged(path, offset, data):
-    """Other bytes in a file, for a while; nothing is let through that is the same."""
+    """Replaces bytes of a file for a while. The new bytes must differ from the old ones."""
     with open(path, "r+b", buffering=0) as file:
         before = os.pread(file.fileno(), len(data), offset)
         assert data != before
@@ -58,7 +58,7 @@ def damaged(path, offset, data):
 
 @contextlib.contextmanager
 def cut(path, offset, data):
-    """The file ends at the offset, for a while."""
+    """Cuts the file at the offset for a while."""
     with open(path, "r+b", buffering=0) as file:
         end = os.pread(file.fileno(), 1 << 30, offset)
         os.ftruncate(file.fileno(), offset)
@@ -81,7 +81,7 @@ def swapped(page):
     return page[PAGE : 2 * PAGE] + page[:PAGE] + page[2 * PAGE :]
 
 
-# Of the 64 KiB, or what there is, from a page on, and what was there before.
+# name: (bytes of up to 64 KiB from a page on, bytes of an earlier write there) -> damaged bytes
 WAYS = {
     "a flipped bit": lambda now, before: flipped(now[:PAGE]),
     "64 flipped bits": lambda now, before: flipped_64(now[:PAGE]),
@@ -97,7 +97,7 @@ WAYS = {
 
 
 def assert_told(caught, what, path, offset):
-    """The one error: who reads, which file, where, and what to do."""
+    """Asserts that the error names the reader, the file, the offset and the remedy."""
     error = caught.value
     assert error.errno == errno.EIO and error.filename == str(path)
     changed = rf"{re.escape(what)}the drive returned other bytes than were written: read of fd \d+ at file offset {offset};"
@@ -115,7 +115,7 @@ def damage_swap(paths, num_cases):
                 transfer.wait()
         files = SwapFiles(swap, paths)
         for case in range(num_cases):
-            way = random.choice([*WAYS, *list(WAYS)[:-1] * 20])  # the last one takes long
+            way = random.choice([*WAYS, *list(WAYS)[:-1] * 20])  # the last way is slow
             number = random.randrange(len(extents))
             extent, data = extents[number], datas[number]
             start, end = sorted(random.sample(range(extent.nbytes // PAGE + 1), 2))
@@ -142,19 +142,19 @@ def damage_swap(paths, num_cases):
             assert swap.read(extent, back, offset=start * PAGE).wait() and back == data[start * PAGE : end * PAGE]
 
 
-def test_whatever_a_drive_does_to_a_page_is_named(paths):
+def test_any_damage_of_a_page_is_an_error_that_names_the_page(paths):
     damage_swap(paths, 300)
 
 
 @pytest.mark.long
-def test_whatever_a_drive_does_to_10_000_pages_is_named(paths):
+def test_any_damage_of_10_000_pages_is_an_error_that_names_the_page(paths):
     damage_swap(paths, 10_000)
 
 
 # ---- in an engine: every read of every mode ----
 
 WIDE = {"chunk_mib": 0.5, "host_memory": "24MiB"}
-MODES = {  # the model, its step, the engine's settings, and what is read
+MODES = {  # mode: (model, settings, kinds of data that are read)
     "fp32": (lambda: linears(4, 512), NVME | WIDE, {"weights", "states"}),
     "bf16": (lambda: linears(4, 512), NVME | WIDE | {"dtype": "bf16", "compression": "off"}, {"weights", "states"}),
     "coded, late in memory": (lambda: linears(4, 512), NVME | WIDE | {"dtype": "bf16", "compression": "on"}, {"weights", "states"}),
@@ -169,7 +169,7 @@ def linears(depth, width):
 
 
 def train(mode, directory, num_steps, tap=None, losses=None):
-    """Losses and states; tap: called with the engine once it is there, gives a function that all reads of its swap go through."""
+    """Returns (losses, states). `tap(engine)` returns a function that replaces the read of the swap."""
     losses = [] if losses is None else losses
     make, config, _ = MODES[mode]
     directory.mkdir(exist_ok=True)
@@ -193,12 +193,12 @@ def train(mode, directory, num_steps, tap=None, losses=None):
 
 
 class EveryRead:
-    """Before each read of the engine's: the same one over a damaged page, which is told."""
+    """Before each read of the engine, damages a page and asserts that the same read raises."""
 
     def __init__(self, engine, directory):
         self.read = engine.swap.read
         self.files = SwapFiles(engine.swap, [directory])
-        self.redo = {}  # of an extent: where the gradient of late moments lies
+        self.redo = {}  # extent: offsets of the gradients of late moments
         for chunk in engine.registry.chunks:
             if engine.compressor is not None and chunk.extents[STATES] is not None:
                 compressed = chunk.extents[STATES]
@@ -250,7 +250,7 @@ def test_thousands_of_reads_of_an_engine_are_checked(mode, tmp_path):
 
 
 class DamageBefore:
-    """Flips bits of a page right before the engine's read of that number, for good."""
+    """Flips bits of a page right before the engine's read with this number, and does not repair them."""
 
     def __init__(self, engine, directory, number):
         self.read = engine.swap.read
@@ -263,7 +263,7 @@ class DamageBefore:
         with self.lock:
             is_it, self.left = self.left == 0, self.left - 1
         if is_it:
-            self.read(extent, memory(memoryview(buffer).nbytes, 0), offset=offset).wait()  # what is being written comes first
+            self.read(extent, memory(memoryview(buffer).nbytes, 0), offset=offset).wait()  # waits for writes of these bytes
             page = random.randrange(memoryview(buffer).nbytes // PAGE) * PAGE
             path, place, _ = self.files.place(extent, offset + page)
             with open(path, "r+b", buffering=0) as file:
@@ -296,13 +296,13 @@ def damage_once(mode, directory, numbers):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
-def test_what_the_drive_changed_ends_a_run_before_it_counts(mode, tmp_path):
+def test_a_damaged_read_ends_a_run_before_the_bytes_are_used(mode, tmp_path):
     damage_once(mode, tmp_path, [0, *random.sample(range(1, 40), 4)])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_whichever_read_the_drive_changes_ends_a_run_before_it_counts(mode, tmp_path):
+def test_every_damaged_read_ends_a_run_before_the_bytes_are_used(mode, tmp_path):
     damage_once(mode, tmp_path, range(1 << 20))
 
 
@@ -337,7 +337,7 @@ def test_the_remedy_is_another_directory_and_the_last_checkpoint(tmp_path):
 
 
 def test_without_checksums_nothing_is_compared(tmp_path):
-    """What `checksums=False` leaves out, so that a measurement of their cost measures it."""
+    """A read with `checksums=False` returns damaged bytes without an error."""
     with training(lambda: linears(3, 48), tmp_path, checksums=False, **NVME) as (_, engine, _):
         extent = engine.registry.chunks[0].extents["weights"].extent
         path, place, _ = SwapFiles(engine.swap, [tmp_path]).place(extent, 0)
@@ -351,7 +351,7 @@ def test_without_checksums_nothing_is_compared(tmp_path):
 
 
 def schedule(paths, num_requests):
-    """Requests of random ranges, of which a read must see, and be checked with, the last write before it."""
+    """Submits random reads and writes. Each read must return the last write before the read, and use the write's checksum."""
     with Swap(paths) as swap:
         extent = swap.allocate(2 * MIB + 5 * PAGE)
         swap.reserve()
@@ -384,16 +384,16 @@ def schedules(paths, number):
         _aio._inject()
 
 
-def test_a_read_is_checked_with_the_last_write_before_it(paths):
+def test_a_read_is_checked_against_the_last_write_before_it(paths):
     schedules(paths, 30)
 
 
 @pytest.mark.long
-def test_in_1000_orders_a_read_is_checked_with_the_last_write_before_it(paths):
+def test_reads_are_checked_against_the_last_write_in_1000_orders(paths):
     schedules(paths, 1000)
 
 
-def test_a_write_that_failed_leaves_its_range_unknown(paths):
+def test_a_failed_write_makes_its_range_unreadable(paths):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(MIB)
         swap.reserve()
@@ -406,7 +406,7 @@ def test_a_write_that_failed_leaves_its_range_unknown(paths):
         assert swap.write(extent, memory(MIB, 3)).wait() and swap.read(extent, back := memory(MIB)).wait() and back == bytes([3]) * MIB
 
 
-def test_what_was_never_written_is_not_read(paths):
+def test_a_range_that_was_never_written_is_not_read(paths):
     with Swap(paths[:1]) as swap:
         extent = swap.allocate(MIB)
         swap.reserve()
@@ -432,7 +432,7 @@ def sums_of(data):
     return b"".join((aio_ext.crc32c(data[start : start + PAGE]) or 1).to_bytes(4, "little") for start in range(0, len(data), PAGE))
 
 
-def test_sums_are_those_of_pages(file):
+def test_each_page_has_a_checksum(file):
     with aio_ext.Queue() as queue:
         data, sums = memory(5 * PAGE), bytearray(20)
         queue.write(file.fileno(), data, 0, sums=sums).wait()
@@ -455,7 +455,7 @@ def test_sums_are_those_of_pages(file):
         ("read", PAGE, 4, "bytes-like"),
     ],
 )
-def test_sums_of_another_size_or_kind_are_refused(file, op, buffer, sums, error):
+def test_checksums_of_a_wrong_size_or_type_are_refused(file, op, buffer, sums, error):
     with aio_ext.Queue() as queue:
         with pytest.raises((ValueError, TypeError, BufferError), match=error):
             getattr(queue, op)(file.fileno(), bytearray(buffer), 0, sums=sums)
@@ -482,7 +482,7 @@ def test_a_buffer_is_held_until_it_is_checked(file):
         back.clear()
 
 
-def test_threads_that_wait_at_once_are_all_told(file):
+def test_all_threads_that_wait_for_a_damaged_read_get_the_error(file):
     with aio_ext.Queue() as queue:
         sums = bytearray(4 * 256)
         queue.write(file.fileno(), memory(MIB, 1), 0, sums=sums).wait()
@@ -505,7 +505,7 @@ def test_threads_that_wait_at_once_are_all_told(file):
             assert told == [errno.EBADMSG if is_harmed else True] * 8
 
 
-def test_what_a_forked_child_inherits_is_left_alone(tmp_path):
+def test_a_forked_child_does_not_disturb_inherited_requests(tmp_path):
     source = """
         import mmap, os, sys
         from infinity.system.swap import Swap

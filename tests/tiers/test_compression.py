@@ -1,6 +1,6 @@
-"""Floats in fewer bytes: every bit comes back, whatever the bits, the drive or the moment.
+"""Lossless compression of floats: every bit is restored, for all values, drives and faults.
 
-Long because the codec, the drive and the engine are asked the same question.
+Long because the codec, the drive and the engine are tested for the same property.
 """
 
 import errno
@@ -37,7 +37,7 @@ def compressed(data, itemsize):
 
 
 def expanded(coded, nbytes, itemsize, size):
-    """What comes of the first nbytes of coded, brought to the end of `size` bytes."""
+    """Copies the first `nbytes` of `coded` to the end of a buffer of `size` bytes, and decodes them there."""
     buffer = memory(size, fill=0xEE)
     buffer[size - nbytes :] = coded[:nbytes]
     _huffman.decode_last(parts := [(buffer, itemsize, nbytes)])
@@ -54,7 +54,7 @@ def bytes_of(tensor):
 
 
 def entropy(data, itemsize):
-    """Bits of the coded symbols, bits 14..7 of a half and 30..23 of a float."""
+    """Entropy in bits per symbol: bits 14..7 of an item of 2 bytes, bits 30..23 of an item of 4 bytes."""
     items = np.frombuffer(data, dtype=np.uint16 if itemsize == 2 else np.uint32)
     counts = np.bincount((items >> (8 * itemsize - 9)) & 0xFF)
     shares = counts[counts > 0] / len(items)
@@ -73,7 +73,7 @@ def test_floats_take_little_more_than_their_entropy(kind, dtype):
     }[kind]()
     data = bytes_of(values.to(dtype))
     coded, nbytes = compressed(data, dtype.itemsize)
-    random_bits = 8 * dtype.itemsize - 8 - (kind in ("square", "skewed"))  # which have no signs
+    random_bits = 8 * dtype.itemsize - 8 - (kind in ("square", "skewed"))  # these values have no signs
     least = len(data) * (random_bits + entropy(data, dtype.itemsize)) / (8 * dtype.itemsize)
     assert least <= nbytes <= 1.015 * least + 4096
     assert nbytes % 4096 == 0
@@ -83,8 +83,8 @@ def test_floats_take_little_more_than_their_entropy(kind, dtype):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("pages", [1, 2, 3, 7, 8, 9, 16, 33, 512])
-def test_any_number_of_pages(pages, itemsize):
-    """Tiles of all lengths; the scales make some of them nearly as long coded."""
+def test_any_number_of_pages_is_restored(pages, itemsize):
+    """Tiles of all lengths. With some scales, the coded tile is nearly as long as the data."""
     random.seed(pages)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     for spread in (0, 1, 10, 40, 100):
@@ -98,8 +98,8 @@ def test_any_number_of_pages(pages, itemsize):
 
 @pytest.mark.parametrize("num_symbols", [1, 2, 3, 5, 255, 256])
 @pytest.mark.parametrize("ratio", [1, 1.03, 1.62, 3])
-def test_codes_of_any_counts(num_symbols, ratio):
-    """Counts in a geometric series: codes would be longer than 11 bits, up to 255."""
+def test_symbols_of_any_counts_are_restored(num_symbols, ratio):
+    """Counts form a geometric series: unlimited codes would have up to 255 bits, not 11."""
     shares = ratio ** -np.arange(num_symbols, dtype=np.float64)
     counts = np.maximum(1, (shares / shares.sum() * (1 << 18)).astype(np.int64))
     symbols = np.repeat(np.arange(num_symbols), counts)
@@ -117,13 +117,13 @@ def test_codes_of_any_counts(num_symbols, ratio):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_zeros_take_nothing_and_noise_takes_all_of_its_bytes(itemsize):
+def test_zeros_take_no_bytes_and_noise_takes_all_its_bytes(itemsize):
     zeros = bytes(3 * MIB)
     assert compressed(zeros, itemsize)[1] == 0
     assert expanded(b"", 0, itemsize, 3 * MIB) == zeros
     assert compressed(memory(MIB), itemsize)[1] == MIB
     one = bytearray(MIB)
-    one[-1] = 0x80  # a zero with its sign
+    one[-1] = 0x80  # a negative zero
     coded, nbytes = compressed(one, itemsize)
     assert 0 < nbytes < MIB
     assert expanded(coded, nbytes, itemsize, MIB) == one
@@ -133,7 +133,7 @@ def test_zeros_take_nothing_and_noise_takes_all_of_its_bytes(itemsize):
 @pytest.mark.parametrize("value", [-0.0, -1e-3, 0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("base", ["square", "zeros"])
 def test_an_item_unlike_the_others_keeps_its_bits(base, value, dtype):
-    """Wherever it is: the code is made by a sample of the items. It costs a tenth at most, a bit of bf16's ten if it has a sign."""
+    """At any place, although the code comes from a sample of the items. One item costs at most 10 % more bytes (a sign in bf16)."""
     values = normal(1 << 18, torch.float32).square().to(dtype) if base == "square" else torch.zeros(1 << 18, dtype=dtype)
     undisturbed = compressed(bytes_of(values), dtype.itemsize)[1]
     for place in (0, 63, 64, 1023, 12345, (1 << 18) - 1):
@@ -159,8 +159,8 @@ def test_nans_infinities_and_denormals_keep_their_bits():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_damaged_bytes_are_found_or_make_other_numbers_and_nothing_else(itemsize):
-    """Memory around the buffer keeps its bytes; with sanitizers also what is read is watched."""
+def test_damaged_bytes_raise_or_change_numbers_and_no_other_memory(itemsize):
+    """Memory around the buffer keeps its bytes. Sanitizers also find reads outside the buffer."""
     data = bytes_of(normal(3 * 8192 + 2048, torch.bfloat16 if itemsize == 2 else torch.float32))
     coded, nbytes = compressed(data, itemsize)
     random.seed(itemsize)
@@ -190,13 +190,13 @@ def test_damaged_bytes_are_found_or_make_other_numbers_and_nothing_else(itemsize
 @pytest.mark.parametrize(
     "parts", [[], (), [()], [None], [(bytearray(100), 2, 50)], [(bytearray(4096), 3, 50)], [(bytearray(4096), 2, 5000)], [(b"", 2, 0)]]
 )
-def test_what_is_no_part_is_refused(parts):
+def test_decode_refuses_invalid_parts(parts):
     with pytest.raises((ValueError, TypeError)):
         _huffman.decode_last(parts)
 
 
 @pytest.mark.parametrize("source, itemsize, target", [(4095, 2, 4096), (0, 2, 4096), (4096, 8, 4096), (8192, 4, 4096)])
-def test_what_cannot_be_encoded_is_refused(source, itemsize, target):
+def test_encode_refuses_invalid_sizes(source, itemsize, target):
     with pytest.raises(ValueError):
         _huffman.encode(bytes(source), itemsize, bytearray(target))
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_encoded_is_refused(source, itemsize, target):
 
 
 class PlacesOnDrive(OnDrive):
-    """Places with a bf16 weight, or with residual and momentum, on a swap; small sections."""
+    """Compressed places on a swap with small sections: bf16 weights, or residual and momentum."""
 
     def __init__(self, paths, numel, count, section_nbytes=64 << 10):
         super().__init__(paths, [2 * numel, 6 * numel] * count, section_nbytes)
@@ -215,7 +215,7 @@ class PlacesOnDrive(OnDrive):
             self.places.append(self.compressor.compressed(states, [(INT16, 0, 2 * numel), (FP32, 2 * numel, 4 * numel)]))
 
     def values(self, place, seed):
-        """Anything from zeros to noise, page-aligned."""
+        """Page-aligned zeros, floats or noise, by the seed."""
         numel = place.nbytes // 2 if len({section.itemsize for section in place.sections}) == 1 else place.nbytes // 6
         weights = place.nbytes == 2 * numel
         std = (0.0, 0.02, 1e4, 1e-30)[seed % 4]
@@ -231,8 +231,8 @@ class PlacesOnDrive(OnDrive):
         return buffer
 
 @pytest.mark.parametrize("num_paths", [1, 3])
-def test_what_was_written_is_read(paths, num_paths):
-    """Over and over, with more and with fewer bytes than before, many under way at once."""
+def test_a_read_returns_the_written_bytes(paths, num_paths):
+    """Many reads and writes at once; new values take more or fewer bytes than the old ones."""
     random.seed(num_paths)
     with PlacesOnDrive(paths[:num_paths], 256 << 10, 6) as drive:
         held, reads, writes = {}, {}, {}
@@ -255,12 +255,12 @@ def test_what_was_written_is_read(paths, num_paths):
             assert drive.read(drive.places[index]) == expected
 
 
-def test_the_swap_moves_what_is_stored(paths):
+def test_the_swap_moves_only_the_stored_bytes(paths):
     with PlacesOnDrive(paths[:1], MIB, 1, section_nbytes=256 << 10) as drive:
         weights, states = drive.places
         noise = memory(6 * MIB)
         half = memory(6 * MIB, fill=0)
-        half[: 2 * MIB] = noise[: 2 * MIB]  # the residual
+        half[: 2 * MIB] = noise[: 2 * MIB]  # noise in the residual
         for place, data, expected in (
             (weights, drive.values(weights, 1), 0.664 * 2 * MIB),
             (states, drive.values(states, 1), 0.832 * 4 * MIB),
@@ -272,17 +272,17 @@ def test_the_swap_moves_what_is_stored(paths):
             assert drive.read(place) == data
             written, read = drive.swap.write_nbytes - before[0], drive.swap.read_nbytes - before[1]
             assert written == read == write.nbytes == sum(place.stored)
-            residual = 2 * MIB if place is states and any(data[: 2 * MIB]) else 0  # zeros that are the first are left out
+            residual = 2 * MIB if place is states and any(data[: 2 * MIB]) else 0  # the first zeros are not written
             assert written - residual == pytest.approx(expected, rel=0.02)
 
 
 @pytest.mark.parametrize("section_nbytes", [0, 64 << 10])
-def test_zeros_that_are_the_first_are_not_written(section_nbytes, paths):
-    """As the states of a model that has made no step, whether floats are coded or not; its weights are written."""
+def test_the_first_zeros_of_states_are_not_written(section_nbytes, paths):
+    """States are zero before the first step, whether floats are coded or not. Weights are always written."""
     with PlacesOnDrive(paths[:1], 256 << 10, 1, section_nbytes=section_nbytes) as drive:
         weights, states = drive.places
         half = memory(states.nbytes, fill=0)
-        half[: 512 << 10] = b"\1" * (512 << 10)  # the residual, which is no float
+        half[: 512 << 10] = b"\1" * (512 << 10)  # the residual has integers
         for data, expected in ((memory(states.nbytes, fill=0), 0), (half, 512 << 10), (memory(states.nbytes), states.nbytes)):
             before = drive.swap.write_nbytes, drive.swap.read_nbytes
             (write := drive.compressor.write(states, data)).wait()
@@ -295,7 +295,7 @@ def test_zeros_that_are_the_first_are_not_written(section_nbytes, paths):
         assert drive.read(weights) == weight
 
 
-def test_drives_keep_their_shares(paths):
+def test_drives_get_equal_shares_of_compressed_bytes(paths):
     with PlacesOnDrive(paths, 4 * MIB, 2) as drive:
         for place in drive.places:
             drive.compressor.write(place, drive.values(place, 4)).wait()
@@ -303,7 +303,7 @@ def test_drives_keep_their_shares(paths):
         assert max(written) < 1.1 * min(written)
 
 
-def test_a_write_that_fails_says_so_and_the_lane_goes_on(paths):
+def test_a_failed_write_raises_and_the_lane_continues(paths):
     with PlacesOnDrive(paths[:1], MIB, 4) as drive:
         values = [drive.values(place, 1) for place in drive.places]
         _aio._inject("write", 3, 1, -errno.ENOSPC)
@@ -320,7 +320,7 @@ def test_a_write_that_fails_says_so_and_the_lane_goes_on(paths):
             assert drive.read(place) == data
 
 
-def test_submits_that_fail_leave_buffers_and_memory_to_others(paths, monkeypatch):
+def test_failed_submits_give_back_buffers_and_memory(paths, monkeypatch):
     with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
@@ -344,14 +344,14 @@ def test_submits_that_fail_leave_buffers_and_memory_to_others(paths, monkeypatch
             if op == "read":
                 found = bytes(buffer)
             monkeypatch.undo()
-        assert bytes(buffer) == found  # nothing came later
+        assert bytes(buffer) == found  # no late read changed the buffer
         for _ in range(2 * compression.NUM_LANES):
             drive.compressor.write(place, data).wait()
         assert drive.read(place) == data
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_at_the_end_of_a_read_waits_for_it(paths, monkeypatch, when):
+def test_an_interrupt_at_the_end_of_a_read_waits_for_the_read(paths, monkeypatch, when):
     with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
@@ -368,13 +368,13 @@ def test_an_interrupt_at_the_end_of_a_read_waits_for_it(paths, monkeypatch, when
             drive.compressor.read(place, buffer)
         monkeypatch.undo()
         assert buffer == data
-        buffer[:] = bytes(len(buffer))  # it is somebody else's now
+        buffer[:] = bytes(len(buffer))  # another owner uses the buffer now
         for lane in drive.compressor.expanders:
             lane.drain()
         assert not any(buffer)
 
 
-def test_a_read_that_fails_says_so_each_time(paths):
+def test_a_failed_read_raises_at_each_wait(paths):
     with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[1]
         drive.compressor.write(place, data := drive.values(place, 1)).wait()
@@ -438,7 +438,7 @@ def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread
 
 
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 4, 4])
-def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
+def test_the_least_host_memory_of_the_error_is_enough(tmp_path, chunk_mib):
     config = NVME | {"compression": "on", "chunk_mib": chunk_mib}
     least = least_host_memory(lambda: linears(4, 512), tmp_path, **config)
     with training(lambda: linears(4, 512), tmp_path, host_memory=least, **config) as (model, engine, optimizer):
@@ -449,8 +449,8 @@ def test_the_least_host_memory_that_is_named_suffices(tmp_path, chunk_mib):
         assert engine.stats()["pinned_host_nbytes"] <= least
 
 
-def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
-    """Gradients may be, and take all of the host memory that is left."""
+def test_nothing_is_compressed_without_records_on_nvme(tmp_path):
+    """Gradients may be on NVMe, and take all host memory that is left."""
     places = {"param_tier": "host", "optimizer_state_tier": "host", "update": "deferred", "compression": "on"}
     least = least_host_memory(lambda: linears(4, 64), tmp_path, **places)
     with training(lambda: linears(4, 64), tmp_path, host_memory=least, **places) as (model, engine, optimizer):
@@ -461,7 +461,7 @@ def test_nothing_is_compressed_where_no_record_is_on_nvme(tmp_path):
 
 
 @on_gpu
-def test_on_a_gpu_training_has_the_same_bits(tmp_path):
+def test_training_has_the_same_bits_on_a_gpu(tmp_path):
     found = {}
     for choice in ("off", "on"):
         config = NVME | {"compression": choice, "device": "cuda", "chunk_mib": 1}
@@ -486,8 +486,8 @@ def test_segments_of_a_kind():
 
 
 @pytest.mark.parametrize("numel, expected", [(0, 0), (1, 32 << 10), (8192, 256 << 10), (1 << 19, 16 * MIB), (1 << 24, 16 * MIB)])
-def test_memory_for_buffers(numel, expected):
-    """Eight of the largest segment of floats, or of 2 MiB."""
+def test_memory_for_buffers_follows_the_largest_segment(numel, expected):
+    """Eight buffers of the largest segment of floats, at most 2 MiB each."""
     assert compression.buffers_nbytes([record_layout(numel, Format("bf16", True)), record_layout(numel // 2, Format("bf16", True))]) == expected
 
 
@@ -501,13 +501,13 @@ def test_memory_for_buffers(numel, expected):
         ("auto", "cuda", 10**7, False),
     ],
 )
-def test_what_may_compress(choice, device, num_parameters, expected):
-    """By default what is beside a GPU, on drives that are measured."""
+def test_compression_is_considered_by_choice_device_and_size(choice, device, num_parameters, expected):
+    """By default a large model on a GPU, because its drives are measured."""
     assert may_compress(infinity.Config(compression=choice), device, num_parameters) == expected
 
 
 @pytest.mark.parametrize("chunk_mib", [None, 1 / 4])
-def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
+def test_auto_drops_compression_if_its_buffers_do_not_fit(chunk_mib):
     model = linears(4, 512)
 
     def placed(choice, host_budget, compresses=True):
@@ -528,6 +528,6 @@ def test_auto_goes_without_buffers_where_nothing_fits_beside_them(chunk_mib):
     "nbytes_per_s, num_cores, expected",
     [(0, 64, False), (2.3e9, 16, True), (2.3e9, 2, False), (0.2e9, 2, True), (9e9, 16, True), (9e9, 8, False), (11e9, 128, False)],
 )
-def test_where_it_pays(nbytes_per_s, num_cores, expected):
+def test_compression_pays_with_slow_drives_and_many_cores(nbytes_per_s, num_cores, expected):
     assert compression.pays("auto", nbytes_per_s, num_cores) == expected
     assert compression.pays("on", nbytes_per_s, num_cores)

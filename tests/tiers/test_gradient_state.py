@@ -66,7 +66,7 @@ def test_the_end_of_a_stay_hands_out_the_device_memory():
 
 
 @pytest.mark.parametrize("home, places", [("host", [OFFLOADED, ABSENT]), ("device", [ON_DEVICE, ABSENT])])
-def test_a_step_leads_a_gradient_through_its_places(home, places, tmp_path, monkeypatch):
+def test_a_step_takes_a_gradient_through_its_places(home, places, tmp_path, monkeypatch):
     moves = []
     become = GradientState.become
     monkeypatch.setattr(GradientState, "become", lambda self, place: (become(self, place), moves.append((self, place))))

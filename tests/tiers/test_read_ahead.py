@@ -1,4 +1,4 @@
-"""Which weights stay in host memory where nothing is kept: those that are wanted again before they could be read again."""
+"""With residency="none", only weights that are needed again soon stay in host memory."""
 
 import collections
 import dataclasses
@@ -21,7 +21,7 @@ def stack():
 
 @pytest.fixture
 def trained(tmp_path):
-    """An engine with a chunk a layer, after three steps; and a function for more, which tells how often each chunk's weights were read."""
+    """(engine, steps): one chunk per layer, three steps done. `steps(count)` trains and returns the weight reads of each chunk."""
     with training(stack, tmp_path, chunk_mib=1 / 16, host_memory="64MiB", **NVME) as (model, engine, optimizer):
         assert [len(span.chunks) for span in engine.layout.spans] == [1] * LAYERS
         reads = collections.Counter()
@@ -49,14 +49,14 @@ def trained(tmp_path):
         yield engine, steps
 
 
-def test_what_forward_copies_for_backward_too_is_not_read_again_for_its_update(trained):
+def test_weights_that_stay_on_the_device_are_read_once_per_step(trained):
     # The last three layers stay on the device from forward to backward.
     _, steps = trained
     found = steps(4)
     assert max(found[-3:]) <= 4 and max(found) <= 8
 
 
-def test_weights_that_an_update_has_asked_for_are_wanted_before_all_others(trained):
+def test_weights_requested_by_an_update_have_the_nearest_use(trained):
     engine, _ = trained
     course, chunks = engine.course, engine.registry.chunks
     course.route.cursor.position = len(course.route.uses) - 1  # all updates are due
@@ -67,7 +67,7 @@ def test_weights_that_an_update_has_asked_for_are_wanted_before_all_others(train
     asked.update.job = done
 
 
-def test_reads_go_as_far_ahead_as_slots_that_updates_leave(trained):
+def test_the_look_ahead_of_reads_is_the_slots_that_updates_leave(trained):
     engine, _ = trained
     assert engine.placement.slots == {"weights": LAYERS, "states": LAYERS, "gradients": 8} and engine.follower.slots_ahead == LAYERS
     fewer = dataclasses.replace(engine.placement, slots={"weights": 8, "states": 3, "gradients": 2})

@@ -1,6 +1,6 @@
-"""Records between NVMe and host memory: who is granted a slot and when, which copy makes room, and what a failure does.
+"""Records between NVMe and host memory: grants of slots, eviction of host copies, and failures.
 
-Long because every test holds up the same reader, slots and swap at another moment.
+Long because every test stops the same reader, slots and swap at another moment.
 """
 
 import errno
@@ -24,11 +24,11 @@ from infinity.system.swap import Swap
 from infinity.tiers.record_mover import Lease, RecordMover, Request
 
 NBYTES = 4096
-SECONDS = 20  # after which something is taken to hang
+SECONDS = 20  # longer waits count as a hang
 
 
 class Bench:
-    """Eight chunks on NVMe, whose weights are filled with their number, and two slots of each kind."""
+    """Eight chunks on NVMe and two slots of each kind. All bytes of weights are the number of the chunk."""
 
     def __init__(self, folder, *, num_slots=2, keep=True, num=8):
         self.swap = Swap([folder])
@@ -77,7 +77,7 @@ class Bench:
         self.records.unpin(self.chunks[index], kind, entry)
 
     def settled(self):
-        """Wait until the reader has looked at all that is asked: it holds the lock while it looks."""
+        """Waits until the reader has looked at all requests (under the lock). Returns the waiting requests."""
         self.records._settler.drain()
         with self.lock:
             self.lock.notify_all()
@@ -114,7 +114,7 @@ def first_byte(entry):
 # ---- grants ----
 
 
-def test_a_request_brings_the_bytes_of_its_kind(bench):
+def test_a_request_reads_the_bytes_of_its_kind(bench):
     b = bench()
     for kind, offset in ((WEIGHTS, 0), (STATES, 100)):
         entry = b.granted(b.request(3, kind))
@@ -134,7 +134,7 @@ def test_requests_of_one_kind_are_granted_in_order(bench):
     assert order == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-def test_a_kind_without_slots_does_not_hold_up_the_other(bench):
+def test_a_kind_without_free_slots_does_not_delay_the_other_kind(bench):
     b = bench(keep=False)
     states = [b.granted(b.request(i, STATES)) for i in (0, 1)]
     blocked = b.request(2, STATES)
@@ -144,12 +144,12 @@ def test_a_kind_without_slots_does_not_hold_up_the_other(bench):
     assert first_byte(b.granted(blocked)) == 102
 
 
-def test_a_later_request_whose_copy_is_there_does_not_overtake(bench):
-    # Else it pins the last slot that the earlier one needs, and waits in its lane behind the earlier one: for ever.
+def test_a_later_request_with_a_host_copy_does_not_overtake_an_earlier_one(bench):
+    # Otherwise the later request pins the last slot, which the earlier one needs, and waits in a lane behind the earlier one: a deadlock.
     b = bench()
     b.next_use = {0: 9, 1: 8, 2: 50}
     pinned = b.granted(b.request(0))
-    b.unpin(1, b.granted(b.request(1)))  # a copy without pins, used sooner than chunk 2
+    b.unpin(1, b.granted(b.request(1)))  # an unpinned copy with an earlier next use than chunk 2
     first, second = b.request(2), b.request(1)
     assert b.settled() == [(1, WEIGHTS), (2, WEIGHTS)] and not second.done
     b.records.hurry(first)  # takes the slot of chunk 1
@@ -160,7 +160,7 @@ def test_a_later_request_whose_copy_is_there_does_not_overtake(bench):
 
 
 def test_an_urgent_request_does_not_overtake_a_patient_one_of_its_kind(bench):
-    # Else the copies of the next ops pin every slot, behind a copy that waits for the update which waits for a slot.
+    # Otherwise copies for the next ops pin every slot, and wait for a copy that waits for the update: a deadlock.
     b = bench(keep=False)
     held = [b.granted(b.request(i)) for i in (0, 1)]
     update = b.request(2)
@@ -173,7 +173,7 @@ def test_an_urgent_request_does_not_overtake_a_patient_one_of_its_kind(bench):
     assert first_byte(b.granted(copies[0])) == 3 and not copies[1].done
 
 
-def test_hurry_lets_those_before_it_pass_as_well(bench):
+def test_hurry_also_speeds_up_the_requests_before(bench):
     b = bench()
     b.next_use = {0: 1, 1: 2, 2: 50, 3: 60, 4: 70}
     for index in (0, 1):
@@ -188,7 +188,7 @@ def test_hurry_lets_those_before_it_pass_as_well(bench):
     assert first_byte(b.granted(third)) == 4
 
 
-def test_what_was_to_be_read_ahead_is_not_read_once_it_was_needed(bench):
+def test_a_record_that_was_needed_already_is_not_prefetched_again(bench):
     b = bench(keep=False)
     pinned = [b.granted(b.request(i, STATES)) for i in (0, 1)]
     b.request(2, STATES, pin=False)
@@ -200,22 +200,22 @@ def test_what_was_to_be_read_ahead_is_not_read_once_it_was_needed(bench):
     assert [e.what for e in b.events.trace if e.lane == "nvme_read"].count((2, STATES)) == 1
 
 
-# ---- which copy makes room ----
+# ---- eviction of host copies ----
 
 
-def test_the_copy_used_last_makes_room_and_pinned_ones_never(bench):
+def test_the_unpinned_copy_with_the_latest_use_is_evicted(bench):
     b = bench(num_slots=3)
     b.next_use = {0: 30, 1: 10, 2: 20, 3: 5, 4: 6}
     entries = [b.granted(b.request(i)) for i in range(3)]
     for index in (1, 2):
         b.unpin(index, entries[index])
     b.granted(b.request(3))
-    assert b.held() == {0, 1, 3}  # 2 went: 0 is used later, and pinned
+    assert b.held() == {0, 1, 3}  # chunk 2 was evicted: chunk 0 has a later use, but is pinned
     b.granted(b.request(4))
     assert b.held() == {0, 3, 4}
 
 
-def test_nothing_that_is_needed_sooner_makes_room_unless_it_is_urgent(bench):
+def test_only_an_urgent_request_evicts_a_copy_with_an_earlier_use(bench):
     b = bench()
     b.next_use = {0: 1, 1: 2, 5: 3}
     for index in (0, 1):
@@ -226,7 +226,7 @@ def test_nothing_that_is_needed_sooner_makes_room_unless_it_is_urgent(bench):
     assert b.held() == {0, 5}
 
 
-def test_copies_are_kept_or_not_as_asked(bench):
+def test_copies_are_kept_only_with_keep(bench):
     for keep in (True, False):
         b = bench(keep=keep)
         b.unpin(0, b.granted(b.request(0)))
@@ -265,7 +265,7 @@ def test_a_read_sees_the_last_update(bench):
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_block_that_raises_gives_its_copies_back_and_what_it_changed_is_written(bench, write, error):
+def test_a_lease_whose_block_raises_is_released_and_changes_are_written(bench, write, error):
     b = bench(keep=False, num_slots=1)
     with pytest.raises(error), b.records.lease(b.chunks[0], WEIGHTS, STATES, write=write) as lease:
         lease.entries[WEIGHTS].memory.tensor(torch.uint8, 0, NBYTES).fill_(77)
@@ -276,15 +276,15 @@ def test_a_block_that_raises_gives_its_copies_back_and_what_it_changed_is_writte
         assert first_byte(lease.entries[WEIGHTS]) == (77 if write else 0)
 
 
-def test_what_may_not_change_is_given_back(bench):
+def test_a_lease_that_may_not_change_is_released(bench):
     b = bench(keep=False, num_slots=1)
     b.chunks[0].begin_change = lambda lease: interrupt()
     with pytest.raises(KeyboardInterrupt), b.records.lease(b.chunks[0], WEIGHTS, STATES, write=True):
-        pytest.fail("it changes before it may")
+        pytest.fail("the block ran although begin_change raised")
     assert b.held(WEIGHTS) == b.held(STATES) == set()
 
 
-def test_a_copy_under_update_is_given_to_who_asks_and_not_evicted(bench):
+def test_a_copy_under_update_is_shared_and_not_evicted(bench):
     b = bench(num_slots=1)
     _aio._inject("write", 0, 1, None, delay=0.1)
     written = update(b, 0, 77)
@@ -315,7 +315,7 @@ def collect(b, index, value):
         lease.entries[GRADIENTS].memory.tensor(torch.uint8, 0, NBYTES).fill_(value)
 
 
-def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_first(bench):
+def test_a_dirty_copy_is_written_only_if_its_slot_is_wanted(bench):
     b = bench(keep=False)
     b.next_use = {0: 5, 1: 9, 2: 1}
     for index in (0, 1):
@@ -330,7 +330,7 @@ def test_a_dirty_copy_is_written_only_when_its_slot_is_wanted_the_one_used_last_
             assert bytes(lease.entries[GRADIENTS].memory.buffer) == bytes([40 + index]) * NBYTES
 
 
-def test_what_is_pinned_is_waited_for_instead_of_writing_another(bench):
+def test_a_request_waits_for_a_pinned_copy_instead_of_a_write(bench):
     b = bench(keep=False)
     collect(b, 0, 40)
     collect(b, 1, 41)
@@ -363,7 +363,7 @@ def test_many_gradients_through_two_slots_keep_their_bytes(bench):
 
 
 def in_thread(work):
-    """Run it beside; a function that returns what it raised, at once or after a while."""
+    """Runs `work` in a thread. Returns a function that waits for the end and returns the error or None."""
     raised = []
 
     def run():
@@ -378,24 +378,24 @@ def in_thread(work):
 
     def finish():
         thread.join(SECONDS)
-        assert raised, "it hangs"
+        assert raised, "the thread hangs"
         return raised[0]
 
     return finish
 
 
-def test_a_failed_read_reaches_who_waits_for_its_bytes(bench):
+def test_a_failed_read_raises_in_the_thread_that_waits_for_it(bench):
     b = bench()
     _aio._inject("read", 0, 1, -errno.EIO)
     request = b.request(3)
     with pytest.raises(SwapError, match="dmesg") as error:
         b.granted(request)
     assert error.value.errno == errno.EIO and "rank0.swap" in error.value.filename
-    assert first_byte(b.granted(b.request(4))) == 4  # others go on
+    assert first_byte(b.granted(b.request(4))) == 4  # other requests are served
 
 
 @pytest.mark.parametrize("error, num_free", [(OSError(errno.ENOMEM, "no memory"), 2), (KeyboardInterrupt(), 1)])
-def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, monkeypatch, error, num_free):
+def test_a_slot_of_an_interrupted_read_is_not_reused(bench, monkeypatch, error, num_free):
     b = bench()
 
     def submit_and_raise(*arguments, **options):
@@ -413,7 +413,7 @@ def test_a_slot_that_an_interrupted_read_may_still_write_to_is_nobodys(bench, mo
 
 
 @pytest.mark.parametrize("where", ["finish", "_grant"])
-def test_an_interrupted_request_leaves_others_their_copy(bench, monkeypatch, where):
+def test_an_interrupted_request_does_not_change_an_existing_copy(bench, monkeypatch, where):
     b = bench()
     held = b.granted(b.request(3))
     held.memory.buffer[0] = 77
@@ -432,10 +432,10 @@ def test_an_interrupted_request_leaves_others_their_copy(bench, monkeypatch, whe
 
 
 @pytest.mark.parametrize("where", ["settle", "hurry", "grant"])
-def test_who_is_interrupted_while_it_waits_holds_nothing(bench, monkeypatch, where):
+def test_a_thread_interrupted_during_a_wait_keeps_no_pin(bench, monkeypatch, where):
     b = bench(num_slots=2)
     held = []
-    if where == "grant":  # it waits for a slot when the interrupt comes
+    if where == "grant":  # the interrupt comes during the wait for a slot
         held = [(index, b.granted(b.request(index))) for index in (1, 2)]
         monkeypatch.setattr(Request, "wait", lambda request: interrupt())
     else:
@@ -452,7 +452,7 @@ def test_who_is_interrupted_while_it_waits_holds_nothing(bench, monkeypatch, whe
             assert all(entry.pins == 1 for entry in lease.entries.values())
 
 
-def test_an_interrupt_while_a_write_is_handed_over_reaches_who_wants_these_bytes(bench, monkeypatch):
+def test_an_interrupt_at_the_start_of_a_write_reaches_the_next_user(bench, monkeypatch):
     b = bench()
     held = b.granted(b.request(3))
     Lease(b.records, b.chunks[3], {WEIGHTS: held}).begin_change()
@@ -468,7 +468,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
+def test_a_failed_prefetch_raises_in_the_thread_that_waits_for_its_slot(bench):
     b = bench()
     _aio._inject("read", 0, 2, -errno.EIO)
     for index in (0, 1):
@@ -478,7 +478,7 @@ def test_a_failed_read_ahead_reaches_who_waits_for_its_slot(bench):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_failed_write_reaches_all_that_wait(bench, code):
+def test_a_failed_write_raises_in_all_waiting_threads(bench, code):
     b = bench()
     lease, _ = [b.records.obtain(b.chunks[i], (WEIGHTS,)) for i in (0, 1)]
     waiting = b.request(2, urgent=True)
@@ -496,23 +496,23 @@ def test_a_failed_write_reaches_all_that_wait(bench, code):
         assert isinstance(error, SwapError) and error.errno == code
 
 
-def test_closing_with_requests_that_nobody_will_grant_does_not_hang(bench):
+def test_close_with_open_requests_does_not_hang(bench):
     b = bench()
     for index in (0, 1):
         b.granted(b.request(index))
     left = [b.request(2, pin=False), b.request(2), b.request(3)]
     assert in_thread(b.records.close)() is None
-    for request in left[1:]:  # the first one is not needed any more
+    for request in left[1:]:  # nobody waits for the first request
         with pytest.raises(UsageError, match="closed"):
             request.wait()
 
 
-# ---- what the engine's user sees ----
+# ---- in an engine ----
 
 
 @pytest.mark.parametrize("update_mode", ["backward", "deferred"])
 @pytest.mark.parametrize("op, nth", [("read", 0), ("read", 7), ("write", 0), ("write", 5)])
-def test_a_failing_disk_ends_training_in_a_swap_error(tmp_path, update_mode, op, nth):
+def test_a_failing_disk_ends_training_with_a_swap_error(tmp_path, update_mode, op, nth):
     config = infinity.Config(
         swap_dirs=tmp_path, dtype="fp32", device="cpu", residency="none", param_tier="nvme", optimizer_state_tier="nvme",
         chunk_mib=1 / 256, host_memory="1MiB", device_memory="1MiB", update=update_mode,

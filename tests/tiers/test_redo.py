@@ -1,6 +1,6 @@
-"""Moments that are some updates late on NVMe: brought up to date, once, by whoever reads them. [Note: late moments] in late_moments.py.
+"""Late moments on NVMe: each read replays the missing updates once ([Note: late moments] in late_moments.py).
 
-Long because what is late is read by updates, saves, loads and moves to the device, each with its own model and faults.
+Long because updates, saves, loads and moves to the device read late moments, each with its own models and faults.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ def normal(numel, dtype, seed=0, std=1e-3):
 
 @pytest.mark.parametrize("master, dtype", [("split", torch.float32), ("fp32", torch.float32), ("split", torch.bfloat16)])
 @pytest.mark.parametrize("grad_scale", [1.0, 0.37])
-def test_moments_advance_to_the_bits_of_an_update(master, dtype, grad_scale):
-    """Also of infinities, NaNs, denormals and zeros with a sign, and where they are rounded stochastically."""
+def test_advanced_moments_have_the_bits_of_an_update(master, dtype, grad_scale):
+    """Includes infinities, NaNs, denormals, signed zeros and stochastic rounding."""
     rule, group = AdamRule(True), {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-39, -1e-40, 3e38]).bfloat16()
     grad = torch.cat([normal(70_001, torch.bfloat16), odd.repeat(len(odd))])
@@ -81,7 +81,7 @@ def test_only_a_rule_whose_moments_need_no_weight_may_be_late():
 
 
 class LateOnDrive(OnDrive):
-    """One record's states with room for a gradient, in sections of 256 KiB, and moments on NVMe as of before the last updates."""
+    """States of one record with room for a gradient, in sections of 256 KiB. Moments on NVMe lack the last updates."""
 
     def __init__(self, path, num_blocks=0):
         nbytes = RECORD.states_nbytes + (0 if num_blocks else RECORD.late_gradient[2])
@@ -90,22 +90,22 @@ class LateOnDrive(OnDrive):
         self.threads = []
 
     def states(self, seed):
-        """Memory with states, and what is meant for nobody behind them."""
+        """Memory with states, and behind them a gradient that a whole write ignores."""
         data = memory(self.place.nbytes, fill=0)
-        data[: 2 * NUMEL] = b"\1" * (2 * NUMEL)  # the residual: zeros that are the first would not be written
+        data[: 2 * NUMEL] = b"\1" * (2 * NUMEL)  # the residual: the first zeros would not be written
         late_gradient(RECORD, data).copy_(normal(NUMEL, torch.bfloat16, seed))
         for segment, offset, _ in RECORD.of(STATES)[1:]:
             torch.frombuffer(data, dtype=torch.float32, count=NUMEL, offset=offset).copy_(normal(NUMEL, torch.float32, seed + len(segment.name)))
         return data
 
     def catch_up(self, buffer):
-        """An update of its own, which is done again wherever it is done twice."""
+        """An update of the test: a second call would change the moments again."""
         self.threads.append(threading.current_thread())
         for segment, offset, _ in RECORD.of(STATES)[1:]:
             torch.frombuffer(buffer, dtype=torch.float32, count=NUMEL, offset=offset).add_(late_gradient(RECORD, buffer))
 
     def write_late(self, catch_up=None, num_late=1):
-        """Write states whole, then late; returns what they are then."""
+        """Writes states whole, then `num_late` times late. Returns the states after all updates."""
         data = self.states(1)
         self.compressor.write(self.place, data).wait()
         for number in range(num_late):
@@ -121,7 +121,7 @@ class LateOnDrive(OnDrive):
 
 
 @pytest.mark.parametrize("num_blocks, num_late", [(0, 1), (24, 1), (24, 2)])
-def test_late_moments_are_brought_up_to_date_once_a_read(tmp_path, num_blocks, num_late):
+def test_each_read_replays_late_moments_once(tmp_path, num_blocks, num_late):
     with LateOnDrive(tmp_path, num_blocks) as drive:
         for _ in range(3):
             expected = drive.write_late(num_late=num_late)
@@ -168,8 +168,8 @@ def test_gradients_in_memory_are_neither_written_nor_read(tmp_path):
             assert [nbytes / NUMEL for nbytes in found] == pytest.approx([8.7, 2 + 6.7 / (num_late + 1)], abs=0.1)
 
 
-def test_a_gradient_for_which_there_is_no_memory_is_not_kept(tmp_path):
-    """A gradient has four sections, of 2 blocks each: the third one finds room for three of them."""
+def test_a_gradient_without_room_in_the_pool_is_not_kept(tmp_path):
+    """A gradient has four sections of 2 blocks each. The third gradient finds room for three sections."""
     with LateOnDrive(tmp_path, 2 * 8 + 6) as drive:
         drive.write_late(num_late=2)
         assert drive.compressor.pool.num_free == 6
@@ -182,7 +182,7 @@ def test_a_gradient_for_which_there_is_no_memory_is_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkeypatch, at):
+def test_a_write_that_cannot_be_submitted_frees_its_memory(tmp_path, monkeypatch, at):
     with LateOnDrive(tmp_path, 24) as drive:
         drive.write_late()
         write, count = drive.swap.write, itertools.count()
@@ -193,7 +193,7 @@ def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkey
             return write(*arguments, **options)
 
         monkeypatch.setattr(drive.swap, "write", fail)
-        catch_up = drive.catch_up if at == 0 else None  # a late write asks once
+        catch_up = drive.catch_up if at == 0 else None  # a late write submits one request
         with pytest.raises(OSError, match="no"):
             drive.compressor.write(drive.place, drive.states(5), catch_up=catch_up).wait()
         assert len(drive.place.redo.late) == 1 and drive.compressor.pool.num_free == 24 - 8
@@ -201,7 +201,7 @@ def test_a_write_that_cannot_be_asked_for_gives_its_memory_back(tmp_path, monkey
         assert drive.place.redo.late == () and drive.compressor.pool.num_free == 24
 
 
-def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_back_once(tmp_path, monkeypatch):
+def test_a_record_moved_to_the_device_during_its_write_frees_memory_once(tmp_path, monkeypatch):
     with LateOnDrive(tmp_path, 24) as drive:
         drive.write_late()
 
@@ -217,7 +217,7 @@ def test_a_record_that_moves_to_the_device_while_it_is_written_gives_its_memory_
 
 
 @pytest.mark.parametrize("kind", ["zeros", "noise"])
-def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, kind):
+def test_gradients_of_zeros_take_no_bytes_and_noise_takes_all(tmp_path, kind):
     with LateOnDrive(tmp_path, 16) as drive:
         data = drive.states(1)
         drive.compressor.write(drive.place, data).wait()
@@ -235,7 +235,7 @@ def test_gradients_without_a_byte_and_those_that_take_all_of_theirs(tmp_path, ki
         assert buffer == data
 
 
-def test_a_pool_gives_back_what_it_was_given():
+def test_a_pool_returns_the_stored_bytes():
     arena = Arena()
     try:
         pool = GradientPool(arena, 3 * BLOCK_NBYTES + 4096)
@@ -253,8 +253,8 @@ def test_a_pool_gives_back_what_it_was_given():
         arena.close()
 
 
-def test_how_many_updates_are_late_by_what_memory_is_left():
-    """A tenth more than half a gradient a record, or than a whole one, and one or two of the largest."""
+def test_the_number_of_late_updates_follows_from_the_memory_that_is_left():
+    """One late update: 55 % of all gradients and the largest one. Two: 110 % and twice the largest one."""
     of_records = [BLOCK_NBYTES] * 90 + [10 * BLOCK_NBYTES]
 
     def found(num_blocks):
@@ -285,13 +285,13 @@ def test_an_interrupt_at_the_end_of_a_read_leaves_memory_alone(tmp_path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             drive.compressor.read(drive.place, buffer)
         monkeypatch.undo()
-        buffer[:] = bytes(len(buffer))  # it is somebody else's now
+        buffer[:] = bytes(len(buffer))  # another owner uses the buffer now
         for lane in (*drive.compressor.expanders, *drive.compressor.catchers):
             lane.drain()
         assert not any(buffer)
 
 
-def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
+def test_a_failed_replay_raises_at_each_wait(tmp_path):
     def fail(buffer):
         raise MemoryError("no room")
 
@@ -304,7 +304,7 @@ def test_what_cannot_be_brought_up_to_date_is_an_error_each_time(tmp_path):
         assert read.done
 
 
-def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_others(tmp_path):
+def test_a_failed_read_of_one_section_raises_and_replays_nothing(tmp_path):
     with LateOnDrive(tmp_path) as drive:
         expected = drive.write_late()
         _aio._inject("read", 3, 1, -errno.EIO)
@@ -318,7 +318,7 @@ def test_a_part_that_cannot_be_read_is_an_error_and_nothing_is_done_to_the_other
         assert buffer[: RECORD.states_nbytes] == expected
 
 
-def test_what_is_late_on_nvme_already_is_written_whole(tmp_path):
+def test_a_record_that_is_late_already_is_written_whole(tmp_path):
     with LateOnDrive(tmp_path) as drive:
         drive.write_late()
         data = drive.states(5)
@@ -332,7 +332,7 @@ def test_what_is_late_on_nvme_already_is_written_whole(tmp_path):
 
 
 def gradients_of(model, step, unused):
-    """One pass; `unused` layers get no gradient."""
+    """Runs forward and backward; `unused` layers get no gradient."""
     x = torch.full((2, 512), 0.1 + 0.01 * step, dtype=torch.bfloat16)
     for index, layer in enumerate(model):
         x = x if index in unused else layer(x)
@@ -344,8 +344,8 @@ def gradients_of(model, step, unused):
     [("24MiB", "fp32", 1, 2 + (2 * 3.33 + 1.33) / 2), ("64MiB", "fp32", 2, 2 + 2 * 3.33 / 3), ("64MiB", "bf16", 2, 2 + 2 * 1.33 / 3)],
 )
 def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments, num_late, written_of_states, monkeypatch):
-    """Each step the same number of bytes."""
-    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # else a slow drive has some updates follow step()
+    """All steps write about the same number of bytes."""
+    monkeypatch.setattr(RecordMover, "is_crowded", lambda records, kind: False)  # otherwise a slow drive puts some updates off
     config = COMPRESSED | {"host_memory": host_memory, "optimizer_state_dtype": moments}
     with training(lambda: linears(9, 512), tmp_path, **config) as (model, engine, optimizer):
         assert engine.placement.num_late == num_late
@@ -357,7 +357,7 @@ def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments
             engine.flush()
             written.append(engine.stats()["nvme_write_nbytes"] / engine.layout.num_parameters)
         steps = [after - before for before, after in zip(written[2:], written[3:])]
-        assert max(steps) < (1.2 if num_late == 1 else 1.05) * min(steps)  # nine chunks take turns by two, or by three
+        assert max(steps) < (1.2 if num_late == 1 else 1.05) * min(steps)  # a chunk writes its moments in every second or third step
         assert sum(steps) / 6 == pytest.approx(1.33 + written_of_states, rel=0.05)
 
 
@@ -367,10 +367,10 @@ def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments
     [("none", "16MiB", "fp32", 1), ("auto", "16MiB", "fp32", 1), ("none", "64MiB", "fp32", 2), ("auto", "64MiB", "bf16", 2)],
 )
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_training_with_all_that_moments_depend_on_has_the_same_bits(
+def test_training_with_late_moments_has_the_same_bits(
     tmp_path, residency, host_memory, moments, num_late, update, one_thread
 ):
-    """Hyper-parameters that change with each step, groups, clipping, layers without a gradient, states that are looked at, a checkpoint."""
+    """Covers changing hyper-parameters, groups, clipping, layers without a gradient, reads of states, and a checkpoint."""
 
     def groups(model):
         params = list(model.parameters())
@@ -407,7 +407,7 @@ def test_training_with_all_that_moments_depend_on_has_the_same_bits(
 
 
 def trained(directory, choice, *, change=lambda engine, step: None, **config):
-    """States after eight steps, and which updates they lack on NVMe; change(engine, step) follows each."""
+    """Returns (states after eight steps, late updates of each chunk). Calls change(engine, step) after each step."""
     with training(lambda: linears(4, 512), directory, **COMPRESSED | config | {"compression": choice}) as (model, engine, optimizer):
         for step in range(8):
             gradients_of(model, step, ())
@@ -419,8 +419,8 @@ def trained(directory, choice, *, change=lambda engine, step: None, **config):
 
 
 @pytest.mark.parametrize("config", [COMPRESSED, POOLED], ids=["nvme", "memory"])
-def test_what_was_changed_since_it_was_read_is_written_whole(tmp_path, config, one_thread):
-    """As an interrupt leaves it: changed in its slot, and nothing of that on NVMe."""
+def test_a_record_changed_after_its_read_is_written_whole(tmp_path, config, one_thread):
+    """The state after an interrupt: the record has changed in its slot and not on NVMe."""
 
     def change(engine, step):
         for chunk in engine.registry.chunks[: 4 if step in (2, 3, 5) else 0]:
@@ -436,8 +436,8 @@ def test_what_was_changed_since_it_was_read_is_written_whole(tmp_path, config, o
 
 
 @pytest.mark.parametrize("name", ["default dtype", "thread", "drives"])
-def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread):
-    """The default dtype; a thread in which tensors are made on another device; bytes that are striped."""
+def test_late_moments_work_with_other_default_dtypes_threads_and_drives(tmp_path, name, one_thread):
+    """Cases: another default dtype, a thread whose default device is meta, and striped bytes."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     expected, _ = trained(tmp_path / "a", "off")
@@ -473,7 +473,7 @@ def test_a_program_may_have_modes_threads_and_drives(tmp_path, name, one_thread)
 @pytest.mark.parametrize(
     "changes", [{"dtype": "fp32"}, {"optimizer_state_dtype": "bf16", "host_memory": "16MiB"}, {"compression": "off"}], ids=["fp32", "bf16", "off"]
 )
-def test_other_records_have_no_room_for_a_gradient(tmp_path, changes):
+def test_records_of_other_formats_have_no_room_for_a_gradient(tmp_path, changes):
     with training(lambda: linears(4, 512), tmp_path, **COMPRESSED | changes) as (_, engine, _):
         assert engine.placement.in_slots == engine.placement.sizes
         assert all(chunk.redo is None for chunk in engine.registry.chunks)
@@ -494,8 +494,8 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
     assert_same_states(found["on"], found["off"])
 
 
-def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch):
-    """They may, in the first step, after which they move there."""
+def test_records_on_the_device_keep_no_gradients_in_host_memory(tmp_path, monkeypatch):
+    """Records may have gradients in host memory in the first step. They move to the device after this step."""
     gauge = ScriptedGauge(1 << 40)
     monkeypatch.setattr("infinity.engine.memory.device_memory.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
@@ -515,7 +515,7 @@ def test_records_on_the_device_hold_no_gradients_in_memory(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
-def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
+def test_memory_of_rejected_coding_buffers_holds_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
     monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)
     monkeypatch.setattr("infinity.plan.compression.pays", lambda *arguments: False)
     config = {"optimizer_state_dtype": moments, "host_memory": "16MiB"}
@@ -528,7 +528,7 @@ def test_where_coding_was_planned_and_does_not_pay_its_buffers_hold_gradients(tm
     assert_same_states(on, off)
 
 
-# ---- where it is placed ----
+# ---- placement ----
 
 
 def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=None, accumulating=False, compresses=True, **config):
@@ -537,7 +537,7 @@ def placed(model, *, host_budget=64 * MIB, device_budget=64 * MIB, nvme_budget=N
     return arranged(model, config, can_advance=True, accumulating=accumulating, compresses=compresses, **options)[2]
 
 
-def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
+def test_room_for_gradients_is_counted_in_slots_on_nvme_and_in_the_pool():
     model, chunks = linears(6, 512), {"chunk_mib": 0.5}
     whole = placed(model, accumulating=True, **chunks)
     assert whole.in_slots == whole.on_nvme == whole.sizes and not whole.num_late
@@ -553,8 +553,8 @@ def test_room_for_gradients_is_counted_in_slots_and_on_nvme_or_in_memory():
         assert late.nvme_nbytes == sum(n for kind in late.homes for n, home in zip(late.on_nvme[kind], late.homes[kind]) if home.is_storage)
 
 
-def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
-    """After weights and states, before the places of gradients that are used at once."""
+def test_gradients_of_late_moments_get_host_memory_after_states():
+    """The order is weights, states, gradients of late moments, gradients that are used at once."""
     model, chunks = linears(6, 512), {"chunk_mib": 0.5}
     free = chunks | {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "device_budget": 4 * MIB}
     found = {"ample": placed(model, host_budget=128 * MIB, **free), "short": placed(model, host_budget=48 * MIB, **free)}
@@ -566,8 +566,8 @@ def test_what_is_left_of_memory_is_for_gradients_of_late_moments_last():
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("host_mib, is_late", [(200, False), (240, True), (300, True), (360, True), (480, False), (520, False), (540, False)])
-def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(host_mib, is_late):
-    """Where that moves fewer bytes: near both ends slots that are a fifth larger, and a pool, would send more states away than they save."""
+def test_without_coding_late_gradients_get_host_memory_before_states(host_mib, is_late):
+    """Only if fewer bytes move. Near both ends, slots that are 20 % larger and a pool push out more states than they save."""
     model = linears(160, 512)
     options = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "device_budget": 4 * MIB, "chunk_mib": 0.5}
     options |= {"compresses": False, "host_budget": host_mib * MIB}
@@ -577,19 +577,19 @@ def test_where_nothing_is_coded_gradients_of_late_moments_come_before_states(hos
 
     found, whole = (placed(model, compression=compression, **options) for compression in ("auto", "off"))
     assert found.host_nbytes <= host_mib * MIB and (found.num_late > 0) == is_late and not whole.num_late
-    moved = sum(away(found)) * (1.2 + 0.8 / (1 + found.num_late))  # of 10 bytes, 8 are moments: read each time, and written in turn
+    moved = sum(away(found)) * (1.2 + 0.8 / (1 + found.num_late))  # 8 of 10 bytes are moments: read in each step, written in turn
     assert moved <= 2 * sum(away(whole))
     if is_late:
-        blocks = [max(nbytes // 5 // BLOCK_NBYTES, 1) for nbytes in away(found)]  # 2 bytes of 10, and of a bias a block
+        blocks = [max(nbytes // 5 // BLOCK_NBYTES, 1) for nbytes in away(found)]  # a gradient has 2 of 10 bytes; that of a bias takes a block
         needed = (1.1 * sum(blocks) / 2 + max(blocks)) * found.num_late
         assert found.pool_nbytes / BLOCK_NBYTES == pytest.approx(needed, abs=1)
     bf16 = placed(model, optimizer_state_dtype="bf16", **options | {"host_budget": 160 * MIB})
-    assert in_storage(bf16.homes[STATES]) and not bf16.pool_nbytes  # a gradient saves no more than states
+    assert in_storage(bf16.homes[STATES]) and not bf16.pool_nbytes  # a gradient saves no more bytes than states
 
 
 @pytest.mark.parametrize("host_budget", [16 * MIB, 17 * MIB, 21 * MIB])
-def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget):
-    """By bytes that are not coded, of records on NVMe: with some in memory, too."""
+def test_the_choice_of_the_chunk_size_counts_bytes_that_late_moments_save(host_budget):
+    """Counts uncoded bytes of records on NVMe, also if other records are in host memory."""
     model = linears(6, 512)
     config = infinity.Config(device="cpu", **COMPRESSED | {"residency": "auto", "param_tier": "auto", "optimizer_state_tier": "auto"})
     layout, records, found = arranged(model, config, device_budget=4 * MIB, host_budget=host_budget, can_advance=True, compresses=True)
@@ -606,8 +606,8 @@ def test_the_choice_of_a_chunk_counts_what_late_moments_do_not_move(host_budget)
     assert saved == pytest.approx(expected, rel=0.01)
 
 
-def test_where_room_is_short_records_are_written_whole():
-    """Compressed nevertheless."""
+def test_with_little_room_records_are_written_whole():
+    """These records are compressed nevertheless."""
     model, chunks = linears(6, 512), {"chunk_mib": 0.5}
     needed = placed(model, host_budget=16 * MIB, **chunks).nvme_nbytes
     assert placed(model, host_budget=16 * MIB, nvme_budget=needed, **chunks).nvme_nbytes == needed

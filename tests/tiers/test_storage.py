@@ -1,4 +1,4 @@
-"""Storage that a program hands in: the example of a tier of ordinary files trains with the bits of the engine's own swap."""
+"""A storage tier of the program: the example with ordinary files trains with the bits of the engine's own swap."""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +24,7 @@ def example():
 
 @pytest.fixture
 def in_use(example):
-    """The example's storage, in use until the test ends."""
+    """Uses the storage of the example during the test."""
     before = use_storage(example.FileStorage)
     yield example.FileStorage
     use_storage(before)
@@ -61,5 +61,5 @@ def test_the_engine_uses_its_own_swap_by_default(tmp_path):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_interface_is_what_both_storages_have(name, example):
+def test_both_storages_have_all_methods_of_the_interface(name, example):
     assert callable(getattr(Swap, name)) and callable(getattr(example.FileStorage, name))

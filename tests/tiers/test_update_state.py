@@ -12,7 +12,7 @@ IDLE, EXPECTED, READY, EARLY, PUT_OFF, ANNOUNCED = UpdateStage
 
 
 @pytest.mark.parametrize("before, after", list(itertools.product(UpdateStage, repeat=2)))
-def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
+def test_an_update_moves_only_as_its_table_allows(before, after):
     update = UpdateState()
     message = "an update is {after} after it was {before}"
     assert_moves(update, "stage", _UPDATE_MOVES, update.become, before, after, message)
@@ -27,7 +27,7 @@ def test_an_update_moves_on_as_its_table_says_or_not_at_all(before, after):
         ("deferred", "host", []),  # step() begins it at once
     ],
 )
-def test_a_step_leads_an_update_through_its_life(when, home, life, tmp_path, monkeypatch):
+def test_a_step_takes_an_update_through_its_stages(when, home, life, tmp_path, monkeypatch):
     moves = []
     become = UpdateState.become
     monkeypatch.setattr(UpdateState, "become", lambda self, stage: (become(self, stage), moves.append((self, stage))))

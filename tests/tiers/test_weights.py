@@ -1,4 +1,4 @@
-"""Weights on their way to the device: what becomes of a slot whose copy fails."""
+"""Copies of weights to the device: a failed copy ends the step."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ from infinity.tiers.weights import Weights
 
 
 class LostStream:
-    """Of a CUDA device that takes what it is given and then fails."""
+    """A stream of a CUDA device that accepts work and then fails."""
 
     def __init__(self, device):
         pass
@@ -28,8 +28,8 @@ class LostStream:
         raise RuntimeError("the device is lost")
 
 
-def test_a_copy_that_fails_behind_its_job_ends_the_step(tmp_path, monkeypatch):
-    """Nobody waits for what gives its slot back: the error would be lost with the slot, and the next one to want that wait for ever."""
+def test_a_copy_that_fails_after_its_job_ends_the_step(tmp_path, monkeypatch):
+    """No thread waits for the job that frees the slot. Without a report, the next request for this slot would hang."""
     with training(lambda: nn.Linear(64, 64), tmp_path, **NVME) as (model, engine, optimizer):
         monkeypatch.setattr("torch.cuda.Stream", LostStream)
         monkeypatch.setattr("torch.cuda.stream", contextlib.nullcontext)

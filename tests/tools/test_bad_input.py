@@ -1,6 +1,6 @@
-"""Every mistake ends in one clear error that names the cure, before anything is written.
+"""Every mistake raises one clear error that names the remedy, before anything is written.
 
-Long because it is one table of mistakes, asked of the library and of the command line.
+Long because the library and the command line are tested with one table of mistakes.
 """
 
 import errno
@@ -37,7 +37,7 @@ def settings(folder, **changes):
 
 @pytest.fixture
 def engine(tmp_path):
-    """(model, optimizer, engine) that has run one step."""
+    """(model, optimizer, engine) after one step."""
     model = make_model()
     engine = infinity.offload(model, settings(tmp_path))
     optimizer = infinity.AdamW(model.parameters())
@@ -53,7 +53,7 @@ def backward(model):
 
 
 def start(config):
-    """Offload a model and begin; closes the engine if that works."""
+    """Starts an engine over a model, and closes the engine again."""
     model = make_model()
     with infinity.offload(model, config):
         infinity.AdamW(model.parameters())
@@ -66,20 +66,20 @@ def files(folder):
 # ---- directories ----
 
 
-def test_a_directory_that_does_not_exist(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist; create it .mkdir -p"):
         settings(tmp_path / "missing")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_for_a_directory(tmp_path):
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ConfigError, match="file is not a directory; name a directory$"):
         settings(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_directory_that_is_removed_before_the_start(tmp_path):
+def test_a_directory_removed_before_the_start_is_an_error(tmp_path):
     gone = tmp_path / "gone"
     gone.mkdir()
     config = settings(gone)
@@ -88,8 +88,8 @@ def test_a_directory_that_is_removed_before_the_start(tmp_path):
         start(config)
 
 
-def test_a_directory_that_is_not_writable(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode, **options: not Path(path) == tmp_path)  # root may write anywhere
+def test_a_directory_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode, **options: not Path(path) == tmp_path)  # os.access is always true for root
     with pytest.raises(ConfigError, match="not writable by this user; change its mode or name another"):
         settings(tmp_path)
     monkeypatch.undo()
@@ -101,12 +101,12 @@ def test_a_directory_that_is_not_writable(tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
-def test_the_same_directory_twice(tmp_path):
+def test_the_same_directory_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="one directory; name each only once"):
         settings([tmp_path, tmp_path / "."])
 
 
-def test_too_little_space(tmp_path, monkeypatch):
+def test_a_filesystem_with_too_little_space_is_refused(tmp_path, monkeypatch):
     config = settings(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
     with pytest.raises(SwapError, match=r"swap needs [\d,]+ bytes on this filesystem and 40,960 are available: free space") as error:
@@ -114,7 +114,7 @@ def test_too_little_space(tmp_path, monkeypatch):
     assert error.value.errno == errno.ENOSPC and error.value.filename == str(tmp_path)
     assert files(tmp_path) == []
     monkeypatch.undo()
-    start(config)  # nothing is left that would refuse the next run
+    start(config)  # no file is left that refuses the next run
 
 
 # ---- budgets ----
@@ -131,7 +131,7 @@ def test_too_little_space(tmp_path, monkeypatch):
         ({"param_tier": "host", "optimizer_state_tier": "host", "host_memory": "100KiB"}, "host_memory"),
     ],
 )
-def test_a_budget_below_the_least_names_what_is_needed_and_that_works(tmp_path, changes, named):
+def test_the_refusal_of_a_small_budget_names_the_least_budget_that_works(tmp_path, changes, named):
     with pytest.raises(BudgetError, match=rf"{named}=.*Raise {named}") as error:
         start(settings(tmp_path, **changes))
     needed = int(re.search(r"needs (\d+) bytes", str(error.value))[1])
@@ -164,7 +164,7 @@ def test_a_budget_below_the_least_names_what_is_needed_and_that_works(tmp_path, 
         ({"seed": -1}, "seed=-1: expected an integer from 0"),
     ],
 )
-def test_an_unknown_setting_or_value(tmp_path, changes, message):
+def test_an_unknown_setting_or_value_is_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         settings(tmp_path, **changes)
     assert list(tmp_path.iterdir()) == []
@@ -182,13 +182,13 @@ def test_an_unknown_setting_or_value(tmp_path, changes, message):
         ({"accumulation_steps": 0}, "accumulation_steps=0: expected an integer of 1 or more"),
     ],
 )
-def test_hyper_parameters_out_of_range(tmp_path, options, message):
+def test_hyper_parameters_out_of_range_are_refused(tmp_path, options, message):
     model = make_model()
     with infinity.offload(model, settings(tmp_path)):
         with pytest.raises(ConfigError, match=message):
             infinity.AdamW(model.parameters(), **options)
         assert files(tmp_path) == []
-        infinity.AdamW(model.parameters())  # the mistake did not use the engine up
+        infinity.AdamW(model.parameters())  # the engine still accepts an optimizer
 
 
 def test_backward_updates_cannot_clip(tmp_path):
@@ -202,34 +202,34 @@ def test_backward_updates_cannot_clip(tmp_path):
 # ---- models and optimizers ----
 
 
-def test_a_model_without_parameters(tmp_path):
+def test_a_model_without_parameters_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="ReLU has no floating-point parameters; there is nothing to offload"):
         infinity.offload(nn.ReLU(), settings(tmp_path))
 
 
-def test_parameters_without_values(tmp_path):
+def test_parameters_without_values_are_refused(tmp_path):
     with torch.device("meta"):
         model = make_model()
     with pytest.raises(ConfigError, match="meta device have no values: 0.weight.* build them on the CPU"):
         infinity.offload(model, settings(tmp_path))
 
 
-def test_a_model_that_is_in_an_engine_already(engine, tmp_path):
+def test_a_model_that_an_engine_owns_already_is_refused(engine, tmp_path):
     with pytest.raises(UsageError, match="is in an engine already"):
         infinity.offload(engine[0], settings(tmp_path))
 
 
-def test_a_model_that_no_engine_owns():
+def test_engine_of_a_model_without_an_engine_is_an_error():
     with pytest.raises(ConfigError, match="build it inside infinity.init or call infinity.offload"):
         infinity.engine_of(make_model())
 
 
-def test_an_optimizer_over_parameters_that_no_engine_owns():
+def test_an_optimizer_over_parameters_without_an_engine_is_refused():
     with pytest.raises(ConfigError, match=r"shape \(128, 64\) is in no engine.*infinity.offload"):
         infinity.AdamW(make_model().parameters())
 
 
-def test_a_complex_parameter(tmp_path):
+def test_a_complex_parameter_is_refused(tmp_path):
     model = make_model()
     model.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
     with infinity.offload(model, settings(tmp_path)):
@@ -237,7 +237,7 @@ def test_a_complex_parameter(tmp_path):
             infinity.AdamW(model.parameters())
 
 
-def test_an_optimizer_over_parameters_some_of_which_no_engine_owns(tmp_path):
+def test_an_optimizer_over_some_parameters_without_an_engine_is_refused(tmp_path):
     model, other = make_model(), make_model()
     with infinity.offload(model, settings(tmp_path)):
         with pytest.raises(ConfigError, match="is in no engine"):
@@ -245,7 +245,7 @@ def test_an_optimizer_over_parameters_some_of_which_no_engine_owns(tmp_path):
         assert files(tmp_path) == []
 
 
-def test_an_optimizer_over_the_parameters_of_two_engines(tmp_path):
+def test_an_optimizer_over_parameters_of_two_engines_is_refused(tmp_path):
     models = [make_model(), make_model()]
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder, model in zip(folders, models):
@@ -256,12 +256,12 @@ def test_an_optimizer_over_the_parameters_of_two_engines(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_an_optimizer_without_parameters():
+def test_an_optimizer_without_parameters_is_refused():
     with pytest.raises(ValueError, match="empty parameter list"):
         infinity.AdamW([])
 
 
-def test_a_second_optimizer(engine):
+def test_a_second_optimizer_after_training_is_refused(engine):
     with pytest.raises(UsageError, match="has an optimizer already, made at .*, and has been trained with it"):
         infinity.AdamW(engine[0].parameters())
 
@@ -269,7 +269,7 @@ def test_a_second_optimizer(engine):
 # ---- order of calls ----
 
 
-def test_step_without_backward(engine):
+def test_step_without_backward_is_refused(engine):
     model, optimizer, _ = engine
     with pytest.raises(UsageError, match="without a finished backward pass since the last step"):
         optimizer.step()
@@ -286,27 +286,27 @@ def test_step_without_backward(engine):
         ("deferred", "backward pass 2 since the last step, .*Declare it: .*accumulation_steps"),
     ],
 )
-def test_two_backward_passes_where_one_was_declared(update, message, tmp_path):
+def test_a_second_backward_pass_without_accumulation_steps_is_refused(update, message, tmp_path):
     model = make_model()
     with infinity.offload(model, settings(tmp_path, update=update)):
         optimizer = infinity.AdamW(model.parameters())
         backward(model)
         with pytest.raises(UsageError, match=message):
             backward(model)
-        optimizer.step()  # of the first
+        optimizer.step()  # the step of the first pass
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
 
 
-def test_backward_without_an_optimizer(tmp_path):
+def test_backward_without_an_optimizer_is_refused(tmp_path):
     model = make_model()
     with infinity.offload(model, settings(tmp_path)):
         with pytest.raises(UsageError, match="its engine has no optimizer. Make infinity.AdamW"):
             backward(model)
 
 
-def test_a_closed_engine(engine):
+def test_calls_after_close_are_refused(engine):
     model, optimizer, engine = engine
     engine.close()
     engine.close()
@@ -315,7 +315,7 @@ def test_a_closed_engine(engine):
             use()
 
 
-def test_gathered_over_parameters_of_no_engine(engine):
+def test_gathered_over_parameters_without_an_engine_is_refused(engine):
     with pytest.raises(ConfigError, match="is in no engine"):
         with infinity.gathered(make_model().parameters()):
             pass
@@ -324,11 +324,11 @@ def test_gathered_over_parameters_of_no_engine(engine):
 # ---- a second run ----
 
 
-def test_a_second_engine_on_the_same_swap_in_this_process(engine, tmp_path):
+def test_a_second_engine_of_this_process_on_the_same_swap_is_refused(engine, tmp_path):
     with pytest.raises(SwapError, match="in use") as error:
         start(settings(tmp_path))
     assert error.value.filename and str(tmp_path) in error.value.filename
-    backward(engine[0])  # the first one goes on
+    backward(engine[0])  # the first engine continues
     engine[1].step()
 
 
@@ -341,7 +341,7 @@ def run_cli(*options, directory):
 SMALL = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 2 --device cpu --data random --param-tier nvme --optimizer-state-tier nvme".split()
 
 
-def test_a_second_engine_on_the_same_swap_in_another_process(engine, tmp_path):
+def test_an_engine_of_another_process_on_the_same_swap_is_refused(engine, tmp_path):
     run = run_cli(*SMALL, "--swap-dirs", str(tmp_path), directory=tmp_path)
     assert run.returncode == 2
     assert re.fullmatch(rf"infinity: error: .*in use.*{re.escape(str(tmp_path))}.*\n", run.stderr), run.stderr
@@ -364,7 +364,7 @@ def test_a_second_engine_on_the_same_swap_in_another_process(engine, tmp_path):
         (["--steps", "0"], "expected a whole number above zero; got '0'"),
     ],
 )
-def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys, options, message):
+def test_the_command_line_prints_a_mistake_in_one_line(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *SMALL, *options]) == 2
     captured = capsys.readouterr()
@@ -373,7 +373,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys, opt
     assert files(tmp_path) == []
 
 
-def test_the_command_line_meets_a_full_disk_at_the_start(tmp_path, monkeypatch, capsys):
+def test_the_command_line_reports_a_full_disk_at_the_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
     assert main(["train", *SMALL]) == 2
@@ -387,7 +387,7 @@ def test_a_process_without_an_error_ends_with_status_0(tmp_path):
 
 
 class Named(nn.Module):
-    """One parameter, of a name that would command a terminal."""
+    """One parameter, whose name has control sequences for a terminal."""
 
     def __init__(self, name):
         super().__init__()
@@ -400,7 +400,7 @@ class Named(nn.Module):
 ESCAPE = "\x1b[2J\x1b]0;owned\x07w\u202e"
 
 
-def test_names_from_files_command_no_terminal(tmp_path, capsys):
+def test_control_sequences_in_names_from_files_are_escaped(tmp_path, capsys):
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")
     model = Named(ESCAPE)
     with infinity.offload(model, config):
@@ -425,17 +425,17 @@ def test_names_from_files_command_no_terminal(tmp_path, capsys):
 @pytest.mark.parametrize(
     "given, expected",
     [
-        ({"host_memory": "99999999999999999999GiB"}, 'host_memory: 99999999999999999999GiB is more than 1024.0 PiB, which no machine has; give what .*, or "auto"'),
+        ({"host_memory": "99999999999999999999GiB"}, 'host_memory: 99999999999999999999GiB is more than 1024.0 PiB, which no machine has; give the memory of this one, or "auto"'),
         ({"host_memory": 2**70}, "more than 1024.0 PiB"),
         ({"device_memory": "9" * 5000}, "device_memory: expected bytes"),
         ({"device_memory": "99999999999999999999GiB"}, "more than 1024.0 PiB"),
-        ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: a chunk has 0.001953125 MiB at least; give that or more, or None to choose one"),
+        ({"chunk_mib": 1e-300}, "chunk_mib=1e-300: expected at least 0.001953125 MiB, or None to choose one"),
         ({"swap_dirs": "/tmp/" + "a" * 5000}, "swap_dirs: '/tmp/aaa.*has 5,005 bytes. A path may have 4,095 bytes, files below it included; name a shorter one"),
         ({"swap_dirs": "/tmp/" + "a" * 300}, "swap_dirs: .*contains a name of 300 bytes. A name may have 255 bytes; name a shorter one"),
         ({"swap_dirs": "a\0b"}, "swap_dirs: .*has a zero byte in it; name another"),
     ],
 )
-def test_numbers_and_paths_that_no_machine_has_are_refused(tmp_path, given, expected):
+def test_impossible_numbers_and_paths_are_refused(tmp_path, given, expected):
     with pytest.raises(ConfigError, match=expected) as told:
         infinity.Config(**({"swap_dirs": tmp_path} | given))
     assert len(str(told.value)) < 400
@@ -443,7 +443,7 @@ def test_numbers_and_paths_that_no_machine_has_are_refused(tmp_path, given, expe
 
 
 @pytest.mark.parametrize("path", ["/tmp/" + "a" * 5000, "/tmp/" + "a/" * 2500, "a\0b", "/tmp/" + "a" * 300], ids=["long", "deep", "zero", "name"])
-def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path):
+def test_impossible_paths_are_refused_by_all_functions(tmp_path, path):
     model = nn.Linear(4, 4)
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         optimizer = infinity.AdamW(model.parameters())
@@ -486,7 +486,7 @@ def test_paths_that_can_be_none_are_refused_by_whatever_takes_one(tmp_path, path
 )
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 @pytest.mark.parametrize("make", [lambda: GPT(64, 2, 2, 256, 32), lambda: GPT(32, 3, 1, 3001, 32)], ids=["even", "wide"])
-def test_the_host_memory_that_a_refusal_names_is_enough_and_not_a_byte_too_much(make, accumulation_steps, settings, tmp_path):
+def test_the_refusal_names_the_least_host_memory_to_the_byte(make, accumulation_steps, settings, tmp_path):
     x = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
     def train(nbytes):

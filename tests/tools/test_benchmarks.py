@@ -1,4 +1,4 @@
-"""benchmarks: tables, files and plots of single links, and what is refused."""
+"""benchmarks: tables, files and plots of single links, and refusals."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_each_link_is_measured_by_size(paths, tmp_path, link, capsys):
     assert everything_in(*paths) == []
 
 
-def test_the_default_directory_is_made_and_goes_again(tmp_path, capsys):
+def test_the_default_directory_is_made_and_removed_again(tmp_path, capsys):
     assert bench("nc", "--device", "cpu") == 0
     assert not (tmp_path / "infinity-swap").exists()
     (tmp_path / "infinity-swap").mkdir()
@@ -49,13 +49,13 @@ def test_the_default_directory_is_made_and_goes_again(tmp_path, capsys):
     assert (tmp_path / "infinity-swap").is_dir()
 
 
-def test_sizes_are_measured_once_and_in_order(tmp_path, capsys):
+def test_each_size_is_measured_once_and_in_order(tmp_path, capsys):
     assert main("bench cg --device cpu --repeats 1 --sizes 64KiB 4KiB 65536 --output report.json".split()) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert [result["chunk_nbytes"] for result in report["sizes"]] == [4 << 10, 64 << 10]
 
 
-def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, capsys):
+def test_a_wrong_byte_prints_one_line_and_leaves_no_files(paths, monkeypatch, capsys):
     real = probes.SwapTransfers.move
 
     def move(self, round_):
@@ -87,7 +87,7 @@ def test_a_wrong_byte_ends_in_one_line_and_leaves_nothing(paths, monkeypatch, ca
         (["cg", "--swap-dirs", "here"], "unrecognized arguments: --swap-dirs"),
     ],
 )
-def test_mistakes_end_in_one_line(arguments, text, capsys, monkeypatch):
+def test_mistakes_print_one_line(arguments, text, capsys, monkeypatch):
     monkeypatch.setattr(benchmarks, "host_free_nbytes", lambda: 1 << 30)
     assert main(["bench", *arguments]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The `checkpoint` command: what it prints, what it writes, and how it ends on what is damaged."""
+"""The `checkpoint` command: output, files, and errors for damaged checkpoints."""
 
 import json
 
@@ -14,7 +14,7 @@ from infinity.tools.cli import main
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of two steps, and its weights."""
+    """(path of a checkpoint of two steps, weights)."""
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
     with infinity.init(infinity.Config(swap_dirs=folder, device="cpu", dtype="bf16", chunk_mib=0.05)):
@@ -31,7 +31,7 @@ def saved(tmp_path_factory):
     return folder / "step", weights
 
 
-def test_inspect_says_what_it_holds(saved, capsys):
+def test_inspect_prints_the_contents(saved, capsys):
     path, weights = saved
     assert main(["checkpoint", "inspect", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -47,7 +47,7 @@ def test_inspect_says_what_it_holds(saved, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(weights) - 1
 
 
-def test_verify_reads_all_and_names_what_is_damaged(saved, capsys, tmp_path):
+def test_verify_reads_all_bytes_and_names_a_damaged_record(saved, capsys, tmp_path):
     path, _ = saved
     assert main(["checkpoint", "verify", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"{path} is whole: ")
@@ -67,7 +67,7 @@ def test_verify_reads_all_and_names_what_is_damaged(saved, capsys, tmp_path):
     assert f"did you mean {path}?" in capsys.readouterr().err
 
 
-def test_export_writes_what_its_dry_run_says(saved, capsys, tmp_path):
+def test_export_writes_the_files_that_its_dry_run_prints(saved, capsys, tmp_path):
     path, weights = saved
     command = ["checkpoint", "export", str(path), str(tmp_path / "out"), "--max-file", "20kB"]
     assert main([*command, "--dry-run"]) == 0
@@ -83,7 +83,7 @@ def test_export_writes_what_its_dry_run_says(saved, capsys, tmp_path):
     assert "out" in capsys.readouterr().err
 
 
-def test_reshard_writes_what_its_dry_run_says(saved, capsys, tmp_path):
+def test_reshard_writes_the_files_that_its_dry_run_prints(saved, capsys, tmp_path):
     path, _ = saved
     command = ["checkpoint", "reshard", str(path), str(tmp_path / "out"), "--world", "3"]
     assert main([*command, "--dry-run"]) == 0
@@ -105,12 +105,12 @@ def test_reshard_writes_what_its_dry_run_says(saved, capsys, tmp_path):
         ("export x", "the following arguments are required: OUT"),
         ("export x y --dtype int8", "invalid choice: 'int8'"),
         ("export x y --max-file 5G", "expected bytes"),
-        ("export x y", "x is no directory: name that of a checkpoint"),
+        ("export x y", "x is not a directory: name the directory of a checkpoint"),
         ("reshard x y", "the following arguments are required: --world"),
         ("reshard x y --world 0", "expected a whole number above zero"),
     ],
 )
-def test_mistakes_end_in_one_line(options, words, capsys, tmp_path, monkeypatch):
+def test_mistakes_print_one_line(options, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", *options.split()]) == 2
     error = capsys.readouterr().err

@@ -43,11 +43,11 @@ def parse(*options):
 # Options
 
 
-def test_every_option_has_a_sensible_default():
+def test_every_option_has_a_default():
     arguments = parse()
     assert arguments.hidden % arguments.heads == 0
     assert (arguments.vocab, arguments.accumulate, arguments.max_grad_norm, arguments.lr) == (256, 1, None, 3e-4)
-    assert {getattr(arguments, name) for name in CONFIG_OPTIONS} == {None}  # Config has the defaults, or a file
+    assert {getattr(arguments, name) for name in CONFIG_OPTIONS} == {None}  # the defaults are in Config or in a file
     assert (arguments.data, arguments.json, arguments.output, arguments.config, arguments.set) == (None, False, None, None, [])
 
 
@@ -103,7 +103,7 @@ def test_options_reach_the_arguments():
         ("train --set chunk_mib=1e308", "--set: chunk_mib=1e+308: expected a number of MiB above zero, at most 1073741824, or None"),
         ("train --device tpu", "device='tpu': expected"),
         ("train --swap-dirs missing", "missing does not exist"),
-        ("train --set swap_dirs=", "--set: swap_dirs='': a name is empty, as that of an unset shell variable; name a directory"),
+        ("train --set swap_dirs=", "--set: swap_dirs='': a name is empty, as from an unset shell variable; name a directory"),
         ("train --dtype x --update y", "--dtype='x': expected 'bf16', 'fp16' or 'fp32'; --update='y': expected"),
         ("train --set dtype", "'dtype': expected NAME=VALUE"),
         ("train --set dtipe=fp32", "--set: Config has no field 'dtipe': did you mean 'dtype'?"),
@@ -129,22 +129,22 @@ def test_options_reach_the_arguments():
         ("train --json out.json", "unrecognized arguments: out.json; --json takes no file: write one with --output"),
     ],
 )
-def test_a_mistake_ends_in_one_line_and_status_2(directory, capsys, options, expected):
+def test_a_mistake_prints_one_line_and_ends_with_status_2(directory, capsys, options, expected):
     assert main(options.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("infinity: error: ") and err.count("\n") == 1
     assert expected in err
-    assert sorted(os.listdir(directory)) == ["text"]  # nothing was written
+    assert sorted(os.listdir(directory)) == ["text"]  # no file was written
 
 
-def test_a_budget_below_the_minimum_is_refused_with_the_number(directory, capsys):
+def test_the_refusal_of_a_small_budget_names_the_needed_bytes(directory, capsys):
     assert main(["train", *SMALL, *ON_NVME, "--device-memory", "1KiB"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("infinity: error: device_memory=1.0 KiB is too small: this model needs ") and err.count("\n") == 1
 
 
-def test_a_gradient_that_is_not_finite_ends_in_one_line_too_if_it_is_to_end_the_run(directory, capsys):
+def test_a_nonfinite_gradient_prints_one_line_with_nonfinite_raise(directory, capsys):
     assert main(["train", *SMALL, "--set", "nonfinite=raise", "--lr", "1e30"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("infinity: error: ") and "gradients of this step are not finite" in error
@@ -162,7 +162,7 @@ def test_help_names_every_option(capsys):
 # Settings
 
 
-def test_config_show_prints_every_value_and_where_it_came_from(directory, capsys):
+def test_config_show_prints_every_value_with_its_origin(directory, capsys):
     (directory / "swap").mkdir()
     (directory / "infinity.toml").write_text('[config]\nswap_dirs = "swap"\nhost_memory = "48GiB"\n')
     assert main("config show --set trace=true --set tile_above=none".split()) == 0
@@ -176,7 +176,7 @@ def test_config_show_prints_every_value_and_where_it_came_from(directory, capsys
     assert [line.split()[1:] for line in lines[-4:]] == [["none", "--set"], ["true", "--set"], ["true", "default"], ["0", "default"]]
 
 
-def test_what_config_show_prints_as_json_is_a_file_of_settings(directory, capsys):
+def test_the_json_of_config_show_is_a_file_of_settings(directory, capsys):
     assert main("config show --json --set host_memory=1GiB --set tile_above=none".split()) == 0
     (directory / "out.json").write_text(capsys.readouterr().out)
     assert Config.load("out.json") == Config(host_memory=2**30, tile_above=None)
@@ -186,14 +186,14 @@ def test_what_config_show_prints_as_json_is_a_file_of_settings(directory, capsys
 def test_config_show_converts_from_deepspeed(directory, capsys):
     source = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/missing/there"}}, "gradient_clipping": 2}
     (directory / "ds.json").write_text(json.dumps(source))
-    (directory / "infinity.toml").write_text('[config]\nseed = 5\n')  # another source of settings: it does not count
+    (directory / "infinity.toml").write_text('[config]\nseed = 5\n')  # --from-deepspeed ignores this file
     assert main("config show --from-deepspeed ds.json".split()) == 0
     out, err = capsys.readouterr()
-    assert "swap_dirs              /missing/there  ds.json\n" in out and "\nMapped\n" in out  # a path of another machine hides nothing
+    assert "swap_dirs              /missing/there  ds.json\n" in out and "\nMapped\n" in out  # a path of another machine is printed
     assert "ds.json: swap_dirs: /missing/there does not exist on this machine" in err and "mkdir -p /missing/there" in err and err.count("\n") == 1
     assert main("config show --from-deepspeed ds.json --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["config"]["swap_dirs"] == ["/missing/there"]
-    assert main("config show --from-deepspeed ds.json --set swap_dirs=missing".split()) == 2  # of this machine, and wrong
+    assert main("config show --from-deepspeed ds.json --set swap_dirs=missing".split()) == 2  # a wrong path of this machine
     assert "--set: swap_dirs: missing does not exist" in capsys.readouterr().err
     assert main("config show --from-deepspeed ds.json --set swap_dirs=.".split()) == 0
     values, _, lists = capsys.readouterr().out.partition("\n\n")
@@ -230,7 +230,7 @@ def test_config_show_converts_from_deepspeed(directory, capsys):
         ("seed = 7", "--set seed=8 --seed 0", {"seed": 0, "device": "cpu", "dtype": "fp32"}),
     ],
 )
-def test_train_has_defaults_of_its_own_for_device_and_dtype_only(directory, monkeypatch, content, options, expected):
+def test_train_has_its_own_defaults_for_device_and_dtype_only(directory, monkeypatch, content, options, expected):
     (directory / "infinity.toml").write_text(f"[config]\n{content}\n")
     arguments = parse(*options.split())
     if expected["device"] == "cpu":
@@ -259,7 +259,7 @@ def test_a_run_takes_its_settings_from_files(directory, capsys):
 # Output
 
 
-def test_progress_without_a_terminal_is_few_whole_lines(capsys):
+def test_progress_without_a_terminal_is_a_few_whole_lines(capsys):
     progress = StepProgress(steps=1000)
     for step in range(1000):
         progress(step, 1.0, [0.25] * (step + 1))
@@ -280,7 +280,7 @@ def test_progress_on_a_terminal_is_one_line(capsys, monkeypatch):
     assert err.count("\r") == 3 and err.count("\n") == 1 and err.endswith("\n")
 
 
-def test_a_report_replaces_the_old_one_whole(directory):
+def test_a_report_replaces_the_old_one_atomically(directory):
     path = directory / "out.json"
     path.write_text("old")
     write_json(path, {"a": 1})
@@ -291,7 +291,7 @@ def test_a_report_replaces_the_old_one_whole(directory):
     assert sorted(os.listdir(directory)) == ["out.json", "text"]
 
 
-def test_a_link_is_judged_by_where_its_target_would_be_written(directory):
+def test_a_link_is_checked_by_its_target(directory):
     (directory / "kept").mkdir()
     for link, target in (("good", "kept/out.json"), ("bad", "missing/out.json"), ("loop", "loop"), ("folder", "kept")):
         (directory / link).symlink_to(target)
@@ -305,8 +305,8 @@ def test_a_link_is_judged_by_where_its_target_would_be_written(directory):
         check_different({"--output": Path("good"), "--plot": Path("kept/out.json")})
 
 
-def test_json_is_one_thing_everywhere():
-    """A flag of each command that says what it found: JSON in place of text."""
+def test_json_is_a_flag_of_every_command_with_a_result():
+    """--json is a flag of each command with a result: JSON instead of text."""
     found = {}
 
     def walk(parser, name):
@@ -334,7 +334,7 @@ def test_with_json_nothing_else_is_on_standard_output(directory, capsys):
 
 
 def plain_losses(steps, seed=0, accumulate=1, lr=3e-4):
-    """The same training in plain PyTorch."""
+    """Losses of the same training in plain PyTorch."""
     torch.manual_seed(seed)
     model = GPT(64, 3, 4, 256, 32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
@@ -350,8 +350,8 @@ def plain_losses(steps, seed=0, accumulate=1, lr=3e-4):
     return losses
 
 
-def test_a_report_is_of_the_steps_after_the_second():
-    run = TrainingRun.__new__(TrainingRun)  # what a run of four steps would have measured
+def test_a_report_measures_the_steps_after_the_second():
+    run = TrainingRun.__new__(TrainingRun)  # with the measurements of a run of four steps
     run.arguments = parse(*"--batch 3 --accumulate 2 --seq 10".split())
     run.config = Config(device="cpu", dtype="fp32")
     run.losses = [4.0, 3.0, 2.0, 1.0]
@@ -385,7 +385,7 @@ def test_a_report_is_of_the_steps_after_the_second():
 
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
+def test_the_report_of_training_on_nvme_has_losses_traffic_and_memory(directory, capsys, accumulate):
     options = ["train", *SMALL, *ON_NVME, "--steps", "12", "--accumulate", str(accumulate), "--output", "out.json"]
     assert main(options) == 0
     out, err = capsys.readouterr()
@@ -397,8 +397,8 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
     assert report["median_step_seconds"] == statistics.median(report["step_seconds"][2:])
     tokens = 4 * 32 * accumulate
     assert math.isclose(report["tokens_per_second"] * report["median_step_seconds"], tokens)
-    # fp32: the weight is read in each pass, in one of them with the states, and all of it is written. So small a model may
-    # find much of it in buffers still; how much traffic the engine may cause is bounded by its own tests.
+    # fp32: each pass reads the weights, one pass also the states, and each step writes all. Host memory may hold many records of so
+    # small a model. Tests of the engine bound the traffic exactly.
     padded = report["state_bytes"] / report["num_parameters"]
     assert 12 <= padded < 14
     assert 0 < report["nvme_write_bytes_per_param"] < 1.2 * padded
@@ -418,7 +418,7 @@ def test_training_on_nvme_reports_what_happened(directory, capsys, accumulate):
         assert f"\n{name} " in out
 
 
-def test_a_run_too_short_for_a_steady_step_says_nothing_of_it(directory, capsys):
+def test_a_run_of_two_steps_reports_no_traffic_per_step(directory, capsys):
     assert main(["train", *SMALL, "--steps", "2", "--output", "out.json"]) == 0
     report = json.loads((directory / "out.json").read_text())
     assert (report["nvme_read_bytes_per_param"], report["nvme_write_bytes_per_param"]) == (None, None)
@@ -426,8 +426,8 @@ def test_a_run_too_short_for_a_steady_step_says_nothing_of_it(directory, capsys)
     assert "a parameter and step" not in capsys.readouterr().out
 
 
-def test_ranks_of_which_one_finds_no_checkpoint_do_not_resume(directory, capsys, monkeypatch):
-    monkeypatch.setattr(Ranks, "agree", lambda ranks, *values, **options: values != (-1,))  # another rank found one
+def test_ranks_do_not_resume_if_one_finds_no_checkpoint(directory, capsys, monkeypatch):
+    monkeypatch.setattr(Ranks, "agree", lambda ranks, *values, **options: values != (-1,))  # another rank found a checkpoint
     assert main(["train", *SMALL, "--steps", "2", "--save", "run", "--resume"]) == 2
     assert "run: the ranks found different checkpoints; all must see the same directory" in capsys.readouterr().err
 
@@ -439,7 +439,7 @@ def test_named_swap_directories_are_used(directory, capsys):
     assert not (directory / "infinity-swap").exists()
 
 
-def test_random_data_and_a_tied_checkpointed_model(directory, capsys):
+def test_a_tied_checkpointed_model_trains_on_random_data(directory, capsys):
     options = [*SMALL[: SMALL.index("--data")], "--data", "random", "--vocab", "100", "--tie", "--checkpoint-activations"]
     assert main(["train", *options, "--output", "out.json"]) == 0
     losses = json.loads((directory / "out.json").read_text())["losses"]
@@ -478,7 +478,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused():
     assert done.stderr == "infinity: error: rank 1: batch=3 cannot be shared by 2 ranks; use a multiple of 2\n"
 
 
-def test_training_by_layer_has_the_losses_of_the_loop_and_reads_less(directory):
+def test_layer_wise_training_has_the_same_losses_and_reads_less(directory):
     found = {}
     for option in ([], ["--by-layer"]):
         options = ["train", *SMALL, *ON_NVME, "--layers", "6", "--accumulate", "4", *option, "--output", "out.json"]
@@ -492,13 +492,13 @@ def test_training_by_layer_has_the_losses_of_the_loop_and_reads_less(directory):
 # Versions and help
 
 
-def test_it_says_its_version_which_is_that_of_the_package(capsys):
+def test_version_prints_the_version_of_the_package(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"infinity {infinity.__version__}, PyTorch {torch.__version__}\n"
 
 
-def test_without_arguments_it_shows_its_help(capsys, monkeypatch):
+def test_the_help_is_shown_without_arguments(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["infinity"])
     assert main() == 0
     shown = capsys.readouterr()
@@ -515,12 +515,12 @@ def test_without_arguments_it_shows_its_help(capsys, monkeypatch):
     ],
     ids=str,
 )
-def test_a_command_that_is_not_there_is_named_with_what_was_meant(argv, said, capsys):
+def test_an_unknown_command_is_named_with_the_nearest_command(argv, said, capsys):
     assert main(argv) == 2
     assert capsys.readouterr().err == f"infinity: error: {said}\n"
 
 
-def test_a_commands_warning_is_one_line_without_source(monkeypatch, capsys):
+def test_a_warning_of_a_command_is_one_line_without_source(monkeypatch, capsys):
     def warn(_):
         print(end=warnings.formatwarning(UserWarning("the drive is slow"), UserWarning, __file__, 1))
         return 2
@@ -530,5 +530,5 @@ def test_a_commands_warning_is_one_line_without_source(monkeypatch, capsys):
     assert capsys.readouterr().out == "infinity: warning: the drive is slow\n"
 
 
-def test_a_small_share_is_not_shown_as_nothing():
+def test_a_small_share_is_not_shown_as_zero_percent():
     assert [planning._percent(share) for share in (0, 0.001, 0.004, 0.01, 1)] == ["0%", "<1%", "<1%", "1%", "100%"]

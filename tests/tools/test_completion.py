@@ -1,4 +1,4 @@
-"""completion: what a shell makes of the script, word by word."""
+"""completion: the words that a shell offers with the script."""
 
 import shutil
 import subprocess
@@ -10,9 +10,9 @@ from infinity.tools.cli import main
 
 @pytest.fixture
 def complete(tmp_path, capsys):
-    """The words that a bash offers for the last of a command line."""
+    """Returns a function that returns the words that bash offers for the last word of a command line."""
     if shutil.which("bash") is None:
-        pytest.skip("no bash here")
+        pytest.skip("bash is not installed")
     assert main(["completion", "bash"]) == 0
     (tmp_path / "script").write_text(capsys.readouterr().out)
 
@@ -33,15 +33,15 @@ def complete(tmp_path, capsys):
         ("infinity --v", ["--version"]),
         ("infinity train --opt", ["--optimizer", "--optimizer-state-dtype", "--optimizer-state-tier"]),
         ("infinity train --optimizer s", ["sgd"]),
-        ("infinity train --steps 5 --optimizer-state-tier n", ["nvme"]),  # a setting, whose values Config checks
-        ("infinity train --swap-dirs tr", []),  # files: no words of ours
+        ("infinity train --steps 5 --optimizer-state-tier n", ["nvme"]),  # Config checks the values of this option
+        ("infinity train --swap-dirs tr", []),  # file names: bash completes these
         ("infinity bench nc --rep", ["--repeats"]),
         ("infinity config show --js", ["--json"]),
         ("infinity completion z", ["zsh"]),
         ("infinity completion --hel", ["--help"]),
     ],
 )
-def test_words_that_bash_offers(complete, line, expected):
+def test_bash_offers_the_matching_words(complete, line, expected):
     assert complete(*line.split()) == expected
 
 
@@ -51,12 +51,12 @@ def test_an_empty_word_offers_all_commands(complete):
     assert complete("infinity", "checkpoint", "")[:4] == ["inspect", "verify", "export", "reshard"]
 
 
-def test_zsh_takes_it_by_its_own_way_to_functions_of_bash(capsys):
+def test_zsh_loads_the_script_with_bashcompinit(capsys):
     assert main(["completion", "zsh"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert "bashcompinit" in first and second == "_infinity() {"
 
 
-def test_another_shell_is_named(capsys):
+def test_an_unknown_shell_is_refused_by_name(capsys):
     assert main(["completion", "fish"]) == 2
     assert "argument shell: invalid choice: 'fish' (choose from" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""doctor: what texts of other machines mean, word by word; and what the command says of this one, whatever it is given.
+"""doctor: findings about texts of other machines, and the report of this machine for any input.
 
 Long because each check has the texts of several machines.
 """
@@ -83,19 +83,19 @@ def test_a_finding_is_a_line_and_its_remedy():
 # ---- system ----
 
 
-def test_kernel():
+def test_an_old_kernel_is_named():
     assert system.kernel("6.8.0-45-generic", "x86_64") == ok("kernel", "Linux 6.8.0-45-generic, x86_64")
     older = "; older than 6.1, so it does not report the alignment of direct I/O, and the engine uses 4096 bytes"
     assert system.kernel("5.15.0-1.el9", "aarch64") == ok("kernel", "Linux 5.15.0-1.el9, aarch64" + older)
 
 
-def test_aio_requests():
+def test_too_few_aio_requests_need_attention():
     assert system.aio_requests(65536, 1024, 512) == ok("aio-max-nr", "1024 of 65536 requests in use; training here needs 512")
     detail = "65500 of 65536 requests in use; training here needs 64: queues become smaller, or the kernel refuses them"
     assert system.aio_requests(65536, 65500, 64) == attention("aio-max-nr", detail, "sudo sysctl fs.aio-max-nr=1048576")
 
 
-def test_libaio():
+def test_a_missing_libaio_needs_attention():
     assert system.libaio(None) == ok("libaio", "found")
     missing = OSError(errno.ELIBACC, "transfers need libaio, which cannot be used (libaio.so.1: none). Install it: apt install libaio1")
     detail = "transfers need libaio, which cannot be used (libaio.so.1: none)"
@@ -103,7 +103,7 @@ def test_libaio():
     assert doctor._libaio_failure() is None
 
 
-def test_locked_memory_matters_where_it_is_pinned():
+def test_the_limit_of_locked_memory_matters_only_with_a_gpu():
     assert system.locked_memory(8 << 20, 0) == absent("memlock", "limit 8.0 MiB; without a GPU no memory is pinned")
     assert system.locked_memory(None, 8) == ok("memlock", "limit none; pinning host memory works")
     assert system.locked_memory(65536, 1) == ok("memlock", "limit 64.0 KiB; pinning host memory works")
@@ -113,7 +113,7 @@ def test_locked_memory_matters_where_it_is_pinned():
     )
 
 
-def test_open_files():
+def test_a_low_limit_of_open_files_needs_attention():
     assert system.open_files(None, None) == ok("open files", "limit none")
     assert system.open_files(1024, 4096) == ok("open files", "limit 1024")
     assert system.open_files(256, 4096) == attention("open files", "limit 256, below 1024", "ulimit -n 1024")
@@ -121,7 +121,7 @@ def test_open_files():
     assert system.open_files(256, 512) == attention("open files", "limit 256, below 1024", remedy)
 
 
-def test_huge_pages():
+def test_disabled_huge_pages_need_attention():
     assert system.huge_pages("always [madvise] never\n") == ok("huge pages", "transparent huge pages: madvise")
     assert system.huge_pages("[always] madvise never\n") == ok("huge pages", "transparent huge pages: always")
     assert system.huge_pages("always madvise [never]\n") == attention(
@@ -132,7 +132,7 @@ def test_huge_pages():
     assert system.huge_pages(None).remedy == "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
 
 
-def test_the_arenas_share_of_huge_pages_is_of_its_own_mappings():
+def test_the_share_of_huge_pages_counts_mappings_of_the_arena_only():
     assert system.arena_pages(SMAPS, 0x7F0000000000, 64 << 20) == ok("arena pages", "100% of 64.0 MiB of the arena on huge pages")
     found = system.arena_pages(SMAPS, 0x7F0004000000, 64 << 20)
     assert found == attention(
@@ -144,7 +144,7 @@ def test_the_arenas_share_of_huge_pages_is_of_its_own_mappings():
     assert system.arena_pages("", 0x7F0000000000, 64 << 20).detail == "/proc/self/smaps does not show the arena's memory"
 
 
-def test_memory_and_its_limits():
+def test_memory_is_bounded_by_the_control_group():
     swap = ok("swap space", "1.0 MiB of 16.0 GiB of the operating system's swap space in use")
     free = "100.0 GiB of 125.0 GiB available"
     assert system.memory(MEMINFO, None) == [ok("memory", f"{free}; no control group has a lower limit"), swap]
@@ -159,7 +159,7 @@ def test_memory_and_its_limits():
     assert system.memory(without, None)[1] == ok("swap space", "the operating system has none")
 
 
-def test_processors():
+def test_too_few_cpus_need_attention():
     assert system.processors(16, 16, None) == ok("CPUs", "16 of 16 CPUs")
     assert system.processors(64, 16, 16.0) == ok("CPUs", "16 of 64 CPUs")
     assert system.processors(64, 64, 3.5) == attention(
@@ -169,7 +169,7 @@ def test_processors():
     assert system.processors(4, 1, None) == attention("CPUs", detail, "allow more, such as taskset -c 0-3 (docker: --cpus 4)")
 
 
-def test_numa():
+def test_a_drive_or_gpu_on_another_numa_node_needs_attention():
     two = {0: {0, 1, 2, 3}, 1: {4, 5, 6, 7}}
     assert system.numa({0: {0, 1}}, {0, 1}, {"vda": -1}, {}) == [ok("NUMA", "one node")]
     found = system.numa(two, set(range(8)), {"nvme0n1": 1}, {"GPU 0": 1})
@@ -184,7 +184,7 @@ def test_numa():
     assert system.numa(two, set(range(8)), {"nvme0n1": 1, "md0": -1}, {"GPU 0": 0, "GPU 1": 1})[0].status is doctor.Verdict.OK
 
 
-def test_lists_of_cpus_and_limits_of_control_groups():
+def test_lists_of_cpus_and_limits_of_control_groups_are_parsed():
     assert system.cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert system.cpu_list("\n") == set()
     version2 = "0::/user.slice/job.scope\n"
@@ -212,11 +212,11 @@ def test_lists_of_cpus_and_limits_of_control_groups():
         ("/home/me", Mount("/home/me", "fuse.sshfs", "me@far:/", "rw,nosuid,nodev,relatime", "0:53")),
     ],
 )
-def test_the_mount_of_a_path_is_the_longest_above_it(path, expected):
+def test_the_mount_of_a_path_is_the_nearest_above_the_path(path, expected):
     assert mount_of(path, MOUNTINFO) == expected
 
 
-def test_filesystems():
+def test_only_filesystems_of_local_drives_are_ok():
     def found(path, text=MOUNTINFO):
         return volumes.filesystem(mount_of(path, text))
 
@@ -235,7 +235,7 @@ def test_filesystems():
         found("/work", "")
 
 
-def test_drives():
+def test_rotating_drives_and_slow_schedulers_need_attention():
     quiet = ok("scheduler", "none on nvme1n1")
     assert volumes.drive("nvme1n1", "0\n", "[none] mq-deadline kyber bfq\n", 3.0) == [ok("drive", "nvme1n1, not rotational"), quiet]
     assert volumes.drive("nvme1n1", "0\n", "none\n", 3.0)[1] == quiet
@@ -250,7 +250,7 @@ def test_drives():
     assert volumes.drive("mmc", None, None, 0.0) == [absent("drive", "mmc; the kernel does not report the type")]
 
 
-def test_space_is_given_in_parameters():
+def test_free_space_is_given_in_parameters():
     detail = "1.1 TiB of 3.5 TiB free: room for the states of 100.0 B parameters at 12 bytes"
     assert volumes.space(1200 * 10**9, 3840 * 10**9) == ok("space", detail)
     short = volumes.space(6 * 10**9, 3840 * 10**9)
@@ -259,7 +259,7 @@ def test_space_is_given_in_parameters():
     )
 
 
-def test_direct_io_and_preallocation():
+def test_missing_direct_io_or_preallocation_needs_attention():
     remedy = "name a directory on ext4 or xfs on a local drive"
     assert volumes.direct(512, 4096) == ok("O_DIRECT", "works; memory aligned to 512 bytes, offsets to 4096")
     refused = attention("O_DIRECT", "refused (Invalid argument): swap would go through the page cache", remedy)
@@ -272,7 +272,7 @@ def test_direct_io_and_preallocation():
     assert volumes.preallocation(errno.ENOSPC).detail == "no space for a trial of 128.0 MiB"
 
 
-def test_time_inside_io_submit_tells_what_is_asynchronous():
+def test_io_submit_that_waits_for_the_drive_needs_attention():
     remedy = "name a directory on ext4 or xfs on a local drive; if it is on such a drive, repeat the check when no other program writes there"
     fast, slow = [Pass(2.0, 0.04)], [Pass(0.5, 0.96)]
     assert volumes.asynchronous(fast, fast, fast) == [
@@ -287,8 +287,8 @@ def test_time_inside_io_submit_tells_what_is_asynchronous():
     )
 
 
-def test_the_verdict_on_a_drive_does_not_follow_the_moment():
-    shares = [0.67, 0.03, 0.03, 0.41, 0.02, 0.72, 0.75, 0.83, 0.74, 0.04, 0.58, 0.70]  # first writes, one call after the other, of one drive
+def test_single_slow_passes_do_not_change_the_verdict_on_a_drive():
+    shares = [0.67, 0.03, 0.03, 0.41, 0.02, 0.72, 0.75, 0.83, 0.74, 0.04, 0.58, 0.70]  # shares of successive first writes of one drive
     steady = [Pass(3.0, 0.05)] * 5
     found = set()
     for tries in itertools.combinations(shares, 5):
@@ -300,7 +300,7 @@ def test_the_verdict_on_a_drive_does_not_follow_the_moment():
     assert volumes.asynchronous(steady, disturbed, steady)[0].status is Verdict.OK
 
 
-def test_only_a_filesystem_refuses_o_direct(tmp_path, monkeypatch):
+def test_only_an_error_of_the_filesystem_counts_as_refused_o_direct(tmp_path, monkeypatch):
     real = os.open
     error = errno.EMFILE
 
@@ -324,7 +324,7 @@ def test_only_a_filesystem_refuses_o_direct(tmp_path, monkeypatch):
 # ---- devices ----
 
 
-def test_cards_and_their_links():
+def test_a_card_with_fewer_pcie_lanes_needs_attention():
     cards = devices.cards_of(NVIDIA_SMI)
     assert cards[:2] == [
         Card(0, "0000:3b:00.0", "570.86.15", 1, 5, 16, 16),
@@ -337,7 +337,7 @@ def test_cards_and_their_links():
     assert devices.link(cards[2]) == absent("PCIe 2", "nvidia-smi does not report the link")
 
 
-def test_gpus_that_torch_does_not_see():
+def test_gpus_that_torch_does_not_see_need_attention():
     card = devices.cards_of(NVIDIA_SMI)[:1]
     seen = [("NVIDIA H200", 140 * GIB, (9, 0))]
     assert devices.gpus(seen, card, "12.8", None) == [ok("GPU 0", "NVIDIA H200, 140.0 GiB, compute capability 9.0")]
@@ -350,7 +350,7 @@ def test_gpus_that_torch_does_not_see():
     assert found.remedy == "install a driver for CUDA 12.8 or newer, or a PyTorch for driver 570.86.15"
 
 
-def test_peers_backends_versions_and_kernels():
+def test_peers_backends_versions_and_kernels_are_reported():
     assert devices.peers([[True]]) == absent("peer access", "needs two GPUs or more")
     assert devices.peers([[True] * 4] * 4) == ok("peer access", "all 6 pairs of GPUs")
     found = devices.peers([[True, True, False], [True, True, True], [True, True, True]])
@@ -368,7 +368,7 @@ def test_peers_backends_versions_and_kernels():
 # ---- this machine ----
 
 
-def test_what_is_read_here_is_what_is_here():
+def test_the_readers_return_facts_of_this_machine():
     assert system.read_nodes() == {} or set().union(*system.read_nodes().values()) >= os.sched_getaffinity(0)
     limit, used = system.read_aio()
     assert 0 <= used <= limit
@@ -379,7 +379,7 @@ def test_what_is_read_here_is_what_is_here():
     assert devices.count() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
+def test_checks_leave_a_directory_unchanged(tmp_path):
     with volumes.scratch(tmp_path) as folder:
         found = [check() for _, check in volumes.checks(tmp_path, folder)]
         assert everything_in(folder) == []
@@ -391,7 +391,7 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path):
     assert everything_in(tmp_path) == []
 
 
-def test_several_directories_are_compared_and_their_free_space_is_told_once(paths, monkeypatch):
+def test_directories_are_compared_and_shared_space_is_reported_once(paths, monkeypatch):
     with contextlib.ExitStack() as stack:
         folders = {path: stack.enter_context(volumes.scratch(path)) for path in paths[:2]}
         slow_down(monkeypatch, (0.0, 0.006))
@@ -405,7 +405,7 @@ def test_several_directories_are_compared_and_their_free_space_is_told_once(path
 
 
 def run(capsys, *arguments):
-    """Exit status, and findings by section and name."""
+    """(exit status, {(section, name): finding})."""
     status = main(["doctor", "--json", *map(str, arguments)])
     report = json.loads(capsys.readouterr().out)
     findings = report["findings"]
@@ -415,7 +415,7 @@ def run(capsys, *arguments):
     return status, {(finding["section"], finding["what"]): finding for finding in findings}
 
 
-def test_directories_that_cannot_be_used_are_lines_of_their_own(tmp_path, capsys):
+def test_each_unusable_directory_has_its_own_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     status, found = run(capsys, tmp_path / "none", tmp_path / "file", "/proc", "--seconds", 5)
     assert status == 1
@@ -427,7 +427,7 @@ def test_directories_that_cannot_be_used_are_lines_of_their_own(tmp_path, capsys
     assert everything_in(tmp_path) == ["file"]
 
 
-def test_the_default_directories_are_those_of_the_settings_then_the_swap_then_here(tmp_path, monkeypatch):
+def test_default_directories_come_from_settings_swap_or_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert doctor._default_directories() == [Path(".")]
     (tmp_path / "infinity-swap").mkdir()
@@ -445,7 +445,7 @@ def test_the_default_directories_are_those_of_the_settings_then_the_swap_then_he
     assert doctor._default_directories() == [] and doctor._settings().remedy == "edit infinity.toml"
 
 
-def test_a_check_that_fails_hides_no_other(capsys):
+def test_a_failed_check_does_not_hide_other_checks(capsys):
     def checks():
         yield "first", lambda: ok("first", "fine")
         yield "second", lambda: 1 // 0
@@ -469,7 +469,7 @@ def test_a_check_that_fails_hides_no_other(capsys):
     ]
 
 
-def test_on_a_terminal_what_is_checked_stands_there_until_it_is_found(capsys, monkeypatch):
+def test_a_terminal_shows_the_running_check(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     seen = []
 
@@ -481,13 +481,13 @@ def test_on_a_terminal_what_is_checked_stands_there_until_it_is_found(capsys, mo
     report.section("a section", checks())
     assert report.close() == 0
     assert [text.split("\r")[-1] for text in seen] == ["checking first\x1b[K", "checking second\x1b[K"]
-    assert capsys.readouterr().err.endswith("\r\x1b[K")  # and nothing stays
+    assert capsys.readouterr().err.endswith("\r\x1b[K")  # the line is cleared
 
 
 # ---- self-test ----
 
 
-def test_a_few_steps_have_the_bits_of_a_run_on_the_device(paths, monkeypatch):
+def test_the_self_test_has_the_bits_of_a_run_on_the_device(paths, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 64, "layers": 2, "heads": 2, "vocab": 64, "seq": 16})
     said = []
     found = {what: check() for what, check in selftest.checks(paths[:2], 60, said.append, steps=3)}
@@ -498,7 +498,7 @@ def test_a_few_steps_have_the_bits_of_a_run_on_the_device(paths, monkeypatch):
     assert said[-1] == "self-test: the same run without NVMe"
 
 
-def test_other_bits_are_found(tmp_path, monkeypatch):
+def test_the_self_test_finds_other_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 32, "layers": 1, "heads": 1, "vocab": 32, "seq": 8})
     run = selftest._SelfTest([tmp_path], 60, lambda line: None, 2)
     model, _ = run._build(param_tier="device", optimizer_state_tier="device")
@@ -508,7 +508,7 @@ def test_other_bits_are_found(tmp_path, monkeypatch):
     assert found.detail == "2 of 2 losses and 17 of 17 tensors differ from those of a run without NVMe"
 
 
-def test_what_the_time_does_not_allow_is_left_out(tmp_path, monkeypatch):
+def test_the_self_test_leaves_out_checks_after_its_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 32, "layers": 1, "heads": 1, "vocab": 32, "seq": 8})
     found = {what: check() for what, check in selftest.checks([tmp_path], 1e-3, lambda line: None)}
     assert found["training"].detail.startswith("1 of 10 steps in ")
@@ -517,7 +517,7 @@ def test_what_the_time_does_not_allow_is_left_out(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_whole_report_of_this_machine(tmp_path, capsys):
+def test_the_self_test_passes_on_this_machine(tmp_path, capsys):
     _, found = run(capsys, tmp_path, "--seconds", 60)
     section = {what: finding["status"] for (section, what), finding in found.items() if section == "self-test"}
     assert section == {"training": "ok", "checkpoint": "ok", "same bits": "ok", "rates": "ok"}
@@ -526,7 +526,7 @@ def test_the_whole_report_of_this_machine(tmp_path, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_report_leaves_nothing(tmp_path, number, status):
+def test_an_interrupted_report_leaves_no_files(tmp_path, number, status):
     source = "import sys; from infinity.tools.cli import main; sys.exit(main(['doctor', sys.argv[1]]))"
     with start_python(source, tmp_path) as process:
         assert process.stderr.readline().startswith("self-test: step ")

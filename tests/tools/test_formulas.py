@@ -17,8 +17,8 @@ from infinity.tools.predict.formulas import (
 
 TIB, GIB, PEAK = 2**40, 2**30, 70e12
 
-# The paper's models: parameters (T), layers, hidden size, heads, states (TiB), checkpoints at batch 32 (TiB), one linear's working
-# memory (GiB), activations between two checkpoints at batch 4 (GiB). Table 2a of the paper, with 10K = 10240.
+# Table 2a of the paper, with 10K = 10240. Columns: parameters (T), layers, hidden size, heads, states (TiB), checkpoints at batch 32
+# (TiB). Then working memory of one linear layer (GiB), activations between two checkpoints at batch 4 (GiB).
 TABLE = [
     (0.10, 80, 10240, 128, 1.83, 0.05, 1.56, 1.63),
     (0.50, 100, 20480, 160, 9.16, 0.12, 6.25, 2.50),
@@ -29,7 +29,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize("parameters, layers, hidden, heads, states, checkpoints, working, activations", TABLE)
-def test_the_memory_of_the_papers_models(parameters, layers, hidden, heads, states, checkpoints, working, activations):
+def test_formulas_have_the_memory_of_the_models_of_the_paper(parameters, layers, hidden, heads, states, checkpoints, working, activations):
     num = transformer_parameters(layers, hidden)
     assert round(num / 1e12, 2) == pytest.approx(parameters, abs=0.011)
     assert round(num * USUAL_STATE_NBYTES / TIB, 2) == pytest.approx(states, abs=0.011)
@@ -38,16 +38,16 @@ def test_the_memory_of_the_papers_models(parameters, layers, hidden, heads, stat
     assert activation_working_nbytes(batch=4, seq=1024, hidden=hidden, heads=heads) / GIB == pytest.approx(activations, abs=0.006)
 
 
-def test_tiles_divide_the_working_memory():
+def test_tiles_divide_the_working_memory_of_a_layer():
     assert model_working_nbytes(8192, tiles=16) == model_working_nbytes(8192) // 16
 
 
-def test_checkpoints_farther_apart_take_less_and_leave_more_between_them():
+def test_fewer_activation_checkpoints_take_less_and_more_between_them():
     assert checkpoint_nbytes(batch=1, seq=2, hidden=3, layers=8, blocks_between=4) == 2 * 1 * 2 * 3 * 8 // 4
     assert activation_working_nbytes(batch=1, seq=2, hidden=3, heads=5, blocks_between=4) == 1 * 2 * 4 * (16 * 3 + 2 * 5 * 2)
 
 
-def test_the_bandwidth_that_the_paper_asks_for():
+def test_required_bandwidths_are_those_of_the_paper():
     weights = required_bandwidth(weights_intensity(batch=1, seq=1024), 0.5, PEAK)
     states = required_bandwidth(states_intensity(batch=1, seq=1024), 0.5, PEAK)
     assert weights / 1e9 == pytest.approx(70, rel=0.03)
@@ -68,13 +68,13 @@ def test_a_step_is_three_or_four_forward_passes():
 
 
 @pytest.mark.parametrize("parameters", [1e6, 1.3e9, 175e9, 1e12, 1e14])
-def test_sizes_for_a_number_of_parameters_come_close_to_it(parameters):
+def test_the_sizes_of_gpt_size_are_close_to_the_number_of_parameters(parameters):
     hidden, layers = gpt_size(parameters)
     assert hidden % 128 == 0
     assert transformer_parameters(layers, hidden) == pytest.approx(parameters, rel=0.25)
 
 
-def test_sizes_of_a_trillion_are_those_of_the_paper():
+def test_sizes_of_a_trillion_parameters_are_those_of_the_paper():
     hidden, layers = gpt_size(1.01e12)
     assert hidden == pytest.approx(25600, rel=0.05)
     assert layers == pytest.approx(128, rel=0.1)

@@ -35,7 +35,7 @@ def bits(value):
 
 
 def random_machine(draw):
-    """Of any values that are allowed."""
+    """A machine of random valid values."""
 
     def value_of(field):
         if field.type.startswith("float"):
@@ -51,7 +51,7 @@ def random_machine(draw):
     return of(Machine, device=draw.choice(["cuda", "cpu"]), drives=tuple(of(DriveRates) for _ in range(draw.randrange(4))))
 
 
-def test_a_file_gives_back_the_machine_bit_by_bit(tmp_path):
+def test_a_file_restores_the_machine_with_the_same_bits(tmp_path):
     draw = random.Random(0)
     for _ in range(200):
         machine = random_machine(draw)
@@ -112,14 +112,14 @@ def test_a_machine_without_drives_has_none(drives):
         ({"copy_latency_us": None}, "machine: copy_latency_us: expected a number"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(change, expected):
+def test_an_error_names_the_mistake_and_its_place(change, expected):
     with pytest.raises(ConfigError) as raised:
         Machine.from_table(LEAST | change)
     assert str(raised.value).startswith(expected)
     assert "\n" not in str(raised.value)
 
 
-def test_all_that_is_missing_or_wrong_is_listed(tmp_path):
+def test_one_error_lists_all_missing_and_wrong_fields(tmp_path):
     with pytest.raises(ConfigError, match="machine: device_memory, host_memory missing"):
         Machine.from_table({})
     with pytest.raises(ConfigError) as raised:
@@ -127,7 +127,7 @@ def test_all_that_is_missing_or_wrong_is_listed(tmp_path):
     assert [line.split(":")[1].split("=")[0].strip() for line in str(raised.value).splitlines()] == ["nodes", "h2d_gbps", "endurance"]
 
 
-def test_rates_that_are_not_known_are_left_out_and_asked_for():
+def test_unknown_rates_are_left_out_and_required_by_name():
     Machine.from_table({name: value for name, value in (LEAST | {"drives": [DRIVE]}).items() if name != "host_gbps"}).require_rates()
     machine = Machine.from_table({name: LEAST[name] for name in LEAST if name != "device_tflops"} | {"drives": [DRIVE, {"read_gbps": 1}]})
     assert Machine.from_table(machine.to_table()) == machine and "device_tflops" not in machine.to_table()
@@ -136,7 +136,7 @@ def test_rates_that_are_not_known_are_left_out_and_asked_for():
 
 
 @pytest.mark.parametrize("content", ["", "machine = 5", "[config]\ndtype = 'fp32'", "[[machine]]\nnodes = 1"])
-def test_a_file_without_a_machine_is_refused_with_what_writes_one(tmp_path, content):
+def test_the_refusal_of_a_file_without_a_machine_names_calibrate(tmp_path, content):
     path = tmp_path / "infinity.toml"
     path.write_text(content)
     with pytest.raises(ConfigError) as raised:
@@ -152,11 +152,11 @@ def test_an_error_names_the_file(tmp_path):
     assert str(raised.value).startswith(f"{path}: machine has no 'noods': did you mean 'nodes'?\n")
 
 
-def test_a_machine_that_comes_with_the_package_has_a_name(tmp_path, monkeypatch):
+def test_a_machine_of_the_package_is_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Machine.load("h200x8").devices == len(Machine.load(Path("h200x8")).drives) == 8
     with pytest.raises(ConfigError, match="^machine h200: there is no such file; the machines that come with infinity are h200x8$"):
         Machine.load("h200")
-    (tmp_path / "h200x8").write_text("")  # a file of one's own goes first
+    (tmp_path / "h200x8").write_text("")  # a file in the working directory has precedence
     with pytest.raises(ConfigError, match=r"^h200x8 has no table \[machine\]"):
         Machine.load("h200x8")

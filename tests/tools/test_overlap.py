@@ -1,4 +1,4 @@
-"""The `bench overlap` command: its arithmetic, its table, and real passes whose bytes are compared."""
+"""The `bench overlap` command: arithmetic, table, and real passes whose bytes are compared."""
 
 import argparse
 import json
@@ -32,14 +32,14 @@ def make_bench(tmp_path):
 @pytest.mark.parametrize(
     "stages, pipelined, expected",
     [
-        ([1.0, 1.0, 1.0], 1.0, 1.0),  # no longer than the longest
-        ([1.0, 1.0, 1.0], 3.0, 0.0),  # one after the other
+        ([1.0, 1.0, 1.0], 1.0, 1.0),  # as long as the longest stage
+        ([1.0, 1.0, 1.0], 3.0, 0.0),  # serial
         ([1.0, 1.0, 1.0], 1.5, 0.75),
         ([4.0, 1.0], 4.5, 0.5),
-        ([4.0, 1.0], 6.0, -1.0),  # slower than one after the other
+        ([4.0, 1.0], 6.0, -1.0),  # slower than serial
     ],
 )
-def test_efficiency_is_the_share_of_what_could_be_hidden(stages, pipelined, expected):
+def test_efficiency_is_the_hidden_share_of_the_time_that_could_be_hidden(stages, pipelined, expected):
     assert overlap.efficiency(stages, pipelined) == expected
 
 
@@ -47,7 +47,7 @@ def test_a_single_stage_has_no_efficiency():
     assert math.isnan(overlap.efficiency([1.0, 0.0], 1.0))
 
 
-def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_spread_in_milliseconds_a_layer():
+def test_the_table_has_the_fastest_stages_and_the_median_pass_per_layer():
     row = {
         "chunk_mib": 16.0,
         "depth": 4,
@@ -66,13 +66,13 @@ def test_the_table_has_the_fastest_of_each_stage_and_the_median_pass_with_its_sp
 
 
 @pytest.mark.parametrize("efficiencies, noisy", [([1.8, 0.9, 0.9], True), ([-1.6, 0.2, 0.3], True), ([1.02, -0.01, 0.5], False), ([math.nan], False)])
-def test_efficiencies_beyond_0_and_1_are_called_noise(efficiencies, noisy):
+def test_efficiencies_below_0_or_above_1_are_called_noise(efficiencies, noisy):
     row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nvme_read": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
     assert ("efficiencies outside 0 to 1 are noise" in overlap.text(report)) == noisy == (overlap.hint_of([row]) is not None)
 
 
-def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
+def test_a_lengthened_copy_counts_its_new_length_and_a_read_its_own():
     pace, events = overlap.Pace(), Events(tracing=True)
     pace.seconds, events.before_end = 0.02, pace.end_of
     start = now()
@@ -83,13 +83,13 @@ def test_a_copy_that_is_lengthened_counts_as_long_and_a_read_as_it_was():
     assert events.meters["h2d"].busy_seconds == copy.end - start
 
 
-def test_the_remedy_for_noise_brings_efficiencies_within_0_and_1(tmp_path, capsys):
+def test_the_remedy_for_noise_brings_efficiencies_between_0_and_1(tmp_path, capsys):
     options = f"--swap-dirs {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
     assert main(["bench", "overlap", *options.split()]) == 0
     assert "noise" not in capsys.readouterr().out
 
 
-def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(make_bench):
+def test_a_pass_and_its_single_stages_move_the_same_bytes(make_bench):
     with make_bench() as bench:
         moved = lambda: (bench.engine.swap.read_nbytes, bench.engine.events.meters["h2d"].nbytes)  # noqa: E731
         before = moved()
@@ -102,7 +102,7 @@ def test_a_pass_reads_every_layer_once_and_each_stage_alone_does_the_same_work(m
     assert list(seconds) == ["nvme_read", "h2d", "compute"]
 
 
-def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_bench):
+def test_the_plan_of_a_measurement_reads_ahead_by_the_given_depth(make_bench):
     with make_bench() as bench:
         for depth, reads in ((2, 2), (4, 4)):
             bench.measure(depth, repeats=1)
@@ -111,7 +111,7 @@ def test_a_measurement_follows_a_plan_that_reads_as_far_ahead_as_asked(make_benc
             assert issued.count("Read") == reads and issued.count("Copy") == 2, issued
 
 
-def test_balanced_stages_last_as_long_as_asked_and_compute_begins_when_its_copy_is_there(make_bench):
+def test_balanced_stages_have_the_given_length_and_compute_follows_copies(make_bench):
     with make_bench(compute_ms=30.0) as bench:
         bars = bench.measure(4, repeats=1)["bars"]
     assert {stage: len(found) for stage, found in bars.items()} == {"nvme_read": LAYERS, "h2d": LAYERS, "compute": LAYERS}
@@ -127,13 +127,13 @@ def test_balanced_stages_last_as_long_as_asked_and_compute_begins_when_its_copy_
         (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms per layer, with chunks of 0.25 MiB; give that"),
     ],
 )
-def test_compute_cannot_be_shorter_than_what_it_takes_of_itself(make_bench, tmp_path, balance, message):
+def test_a_compute_time_below_the_real_one_is_refused(make_bench, tmp_path, balance, message):
     with pytest.raises(ConfigError, match=message):
         make_bench(compute_ms=1e-6, balance=balance).__enter__()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_made(monkeypatch, capsys):
+def test_layers_beyond_host_memory_are_refused_before_they_are_made(monkeypatch, capsys):
     monkeypatch.setattr(overlap, "host_free_nbytes", lambda: 6 << 20)
     options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--output", "o.json"]
     assert main(["bench", "overlap", *options]) == 2
@@ -143,7 +143,7 @@ def test_layers_that_host_memory_has_no_room_for_are_refused_before_they_are_mad
     )
 
 
-def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
+def test_a_changed_byte_on_the_drive_is_found(make_bench):
     with make_bench() as bench:
         bench.run()
         extent = bench.engine.registry.chunks[3].extents[WEIGHTS].extent
@@ -155,7 +155,7 @@ def test_a_byte_that_was_changed_on_the_drive_is_found(make_bench):
             bench.run()
 
 
-def test_the_command_writes_what_it_prints(tmp_path, capsys):
+def test_the_command_writes_the_report_that_it_prints(tmp_path, capsys):
     sizes = ["--chunk-mib", "0.125", str(CHUNK_MIB), "--depth", "2", "4", "--layers", str(LAYERS), "--repeats", "3"]
     assert main(["bench", "overlap", "--swap-dirs", str(tmp_path), "--device", "cpu", *sizes, "--output", str(tmp_path / "o.json")]) == 0
     report = json.loads((tmp_path / "o.json").read_text())
@@ -169,7 +169,7 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_the_plot_says_what_is_noise(tmp_path, monkeypatch):
+def test_the_title_of_the_plot_warns_of_noise(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     titles, title = [], figure.Figure.suptitle
     monkeypatch.setattr(figure.Figure, "suptitle", lambda self, text, **how: titles.append(text) or title(self, text, **how))
@@ -194,13 +194,13 @@ def test_the_plot_is_an_image(tmp_path):
         (["--layers", "65"], "--layers 65: the bench measures each stage alone with all layers in host memory; give 64 at most"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(options, message, capsys):
+def test_impossible_measurements_are_refused_in_one_line(options, message, capsys):
     assert main(["bench", "overlap", "--device", "cpu", *options]) == 2
     assert capsys.readouterr().err == f"infinity: error: {message}\n"
 
 
 @pytest.mark.long
-def test_two_ranks_gather_as_a_stage_of_its_own(tmp_path):
+def test_all_gather_is_a_stage_with_two_ranks(tmp_path):
     options = ["--swap-dirs", tmp_path, "--device", "cpu", "--chunk-mib", "0.25", "--depth", "4", "--layers", "6", "--repeats", "2"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "infinity", "bench", "overlap"]
     command = [*launcher, *options, "--balance", "--output", tmp_path / "o.json"]

@@ -1,4 +1,4 @@
-"""`infinity plan`: what it prints, and how it ends."""
+"""`infinity plan`: output, exit status and errors."""
 
 import argparse
 import dataclasses
@@ -55,7 +55,7 @@ def report_of(capsys, tmp_path, *arguments):
     return status, json.loads((tmp_path / "plan.json").read_text())
 
 
-def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
+def test_a_plan_prints_memory_links_step_and_bottleneck(node, capsys):
     status, out, _ = run(capsys, *SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none")
     assert status == 0
     for line in ("model ", "machine ", "memory ", "nvme_read", "nvme_write", "step ", "tokens ", "largest ", "wear "):
@@ -65,8 +65,8 @@ def test_a_plan_names_memory_links_step_and_what_bounds_it(node, capsys):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
-def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
-    """With late moments, they are written every third time."""
+def test_bytes_per_parameter_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
+    """Late moments are written in every third step."""
     on_nvme = [argument for place in ("param_tier=nvme", "optimizer_state_tier=nvme", "residency=none") for argument in ("--set", place)]
     status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
     assert status == 0
@@ -74,14 +74,14 @@ def test_bytes_of_a_plan_are_those_of_the_design(node, capsys, compression, writ
     assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03)
     assert links["nvme_read"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
     assert links["d2h"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
-    assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and gradients' places
+    assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and places of gradients
     assert report["step_seconds"] >= report["compute_seconds"]
     per_day = links["nvme_write"]["bytes_per_step"] * 2 / report["step_seconds"] * 86400
     assert report["written_bytes_per_day"] == pytest.approx(per_day)
     assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
 
 
-def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys):
+def test_a_plan_counts_and_names_compressed_records(node, capsys):
     on_nvme = [*SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none"]
     moved = []
     for choice in ("on", "off"):
@@ -90,8 +90,8 @@ def test_a_plan_counts_the_bytes_of_compressed_records_and_says_so(node, capsys)
         assert report["compresses_nvme"] == ("compressed on NVMe" in out) == (choice == "on")
         moved.append([report["links"][link]["bytes_per_step"] for link in ("nvme_read", "nvme_write")])
     read, written = (compressed / whole for compressed, whole in zip(*moved))
-    assert 0.8 < read < 0.95  # a residual of 2 bytes is not compressed, and which weights are found in host memory differs a little
-    assert 0.4 < written < 0.55  # and moments, 8 bytes of 12, are written every third time
+    assert 0.8 < read < 0.95  # the residual of 2 bytes is not compressed; hits in host memory vary a little
+    assert 0.4 < written < 0.55  # also, moments (8 bytes of 12) are written in every third step
 
 
 def test_a_model_that_fits_needs_no_drive(node, capsys):
@@ -102,7 +102,7 @@ def test_a_model_that_fits_needs_no_drive(node, capsys):
     assert report["endurance_days"] is None
 
 
-def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
+def test_a_model_that_does_not_fit_names_the_short_tier_with_status_1(node, capsys):
     large = ("--hidden", "2048", "--layers", "400")
     status, out, _ = run(capsys, *large)
     assert status == 1
@@ -110,30 +110,30 @@ def test_what_does_not_fit_says_what_is_short_and_ends_with_1(node, capsys):
     status, report = report_of(capsys, node, *large)
     assert status == 1
     assert report["fits"] is False and "nvme" in report["short"]
-    assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory at 12 bytes a parameter, and gradients' places
+    assert 1e9 < report["largest_parameters"] < 4e9  # 40 GB of drives and 8 GB of memory, 12 bytes a parameter and gradients
 
 
 @pytest.mark.long
-def test_the_largest_model_fits_and_one_half_larger_does_not(node, capsys):
+def test_the_largest_model_fits_and_a_much_larger_one_does_not(node, capsys):
     _, report = report_of(capsys, node, "--params", "20B")
     largest = report["largest_parameters"]
     assert run(capsys, "--params", f"{largest / 1e6:.0f}M")[0] == 0
     assert run(capsys, "--params", f"{1.6 * largest / 1e6:.0f}M")[0] == 1
 
 
-def test_more_nodes_and_devices_than_the_file_says(node, capsys):
+def test_options_override_the_nodes_and_devices_of_the_file(node, capsys):
     _, one = report_of(capsys, node, *SMALL)
     _, more = report_of(capsys, node, *SMALL, "--nodes", "3", "--devices", "4")
     assert (one["world"], more["world"]) == (2, 12)
 
 
-def test_json_and_text_are_the_same_numbers(node, capsys):
+def test_json_and_text_have_the_same_numbers(node, capsys):
     _, out, _ = run(capsys, *SMALL, "--output", str(node / "plan.json"))
     report = json.loads((node / "plan.json").read_text())
     assert f"{report['step_seconds']:.3g} s predicted" in out
 
 
-def test_a_configuration_of_transformers(node, capsys):
+def test_a_configuration_of_transformers_is_planned(node, capsys):
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
@@ -157,14 +157,14 @@ _SOUND |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
         ("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200}),
         ("CLIP", "CLIPModel", {"text_config": _TEXT | {"bos_token_id": 0, "eos_token_id": 2}, "vision_config": _VISION}),
         ("ViT", "ViTForImageClassification", _VISION),
-        ("ViT", None, _VISION),  # no class is named: what has no head
+        ("ViT", None, _VISION),  # without a class name: the model without a head
         ("Wav2Vec2", "Wav2Vec2ForCTC", _TEXT | _SOUND),
         ("Llava", "LlavaForConditionalGeneration", _BOTH),
         ("Bert", "BertForMaskedLM", _TEXT),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_models_of_text_images_and_sound_are_planned_as_the_class_that_their_file_names(kind, name, sizes, node, capsys):
+def test_models_of_all_kinds_are_planned_as_the_class_of_their_file(kind, name, sizes, node, capsys):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**sizes, architectures=name and [name])
     config.save_pretrained(node)
@@ -176,7 +176,7 @@ def test_models_of_text_images_and_sound_are_planned_as_the_class_that_their_fil
     assert report["compute_seconds"] > 0
 
 
-def test_a_model_that_wants_other_inputs_is_one_line(node, capsys, monkeypatch):
+def test_a_model_that_needs_other_inputs_prints_one_line(node, capsys, monkeypatch):
     pytest.importorskip("transformers")
     (node / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT}))
     monkeypatch.setattr(planning, "_inputs", lambda *arguments: {"nonsense": 1})
@@ -205,13 +205,13 @@ def test_the_plot_is_drawn(node, capsys):
         (["--model", "nothing.json"], "--model: nothing.json does not exist; name the config.json of a transformers model, or its folder"),
     ],
 )
-def test_mistakes_end_in_one_line(node, capsys, arguments, says):
+def test_mistakes_print_one_line(node, capsys, arguments, says):
     status, _, errors = run(capsys, *arguments)
     assert status == 2
     assert errors.count("\n") == 1 and says in errors
 
 
-def test_without_a_machine_it_says_where_to_get_one(tmp_path, monkeypatch, capsys):
+def test_the_error_without_a_machine_names_calibrate_and_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     status, _, errors = run(capsys, "--params", "7B")
     assert status == 2
@@ -225,14 +225,14 @@ def test_sizes_of_a_gpt_are_counted_not_estimated():
 
 
 @pytest.mark.long
-def test_a_trillion_on_one_node_of_eight(tmp_path, capsys):
+def test_a_trillion_parameters_fit_on_one_node_of_eight_devices(tmp_path, capsys):
     status, report = report_of(capsys, tmp_path, "--params", "1T", "--batch", "8", "--machine", "h200x8")
     assert status == 0
     assert report["num_parameters"] == pytest.approx(1e12, rel=0.1)
     assert report["largest_parameters"] > 2e12
 
 
-def test_a_rate_that_nobody_knows_is_asked_for_before_any_work(node, capsys):
+def test_an_unknown_rate_is_an_error_before_any_work(node, capsys):
     path = node / "alone.toml"
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, network_gbps=0.0).to_table()}))
     status, out, errors = run(capsys, *SMALL, "--machine", str(path), "--nodes", "2")
@@ -240,7 +240,7 @@ def test_a_rate_that_nobody_knows_is_asked_for_before_any_work(node, capsys):
     assert "network_gbps" in errors and len(errors.splitlines()) == 1
 
 
-def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
+def test_activations_on_a_cpu_take_host_memory(node, capsys):
     path = node / "cpu.toml"
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, device="cpu", devices=1).to_table()}))
     assert run(capsys, *SMALL, "--machine", str(path), "--batch", "4")[0] == 0
@@ -250,8 +250,8 @@ def test_activations_of_a_cpu_take_its_host_memory(node, capsys):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("device, devices", [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
-def test_what_is_needed_is_there_or_it_does_not_fit(node, capsys, device, devices):
-    """One value is printed and judged. On processors, activations are in the node's memory, not in the device's part of it."""
+def test_a_model_fits_only_if_all_needed_memory_is_there(node, capsys, device, devices):
+    """The printed value decides. On the CPU, activations are in the node's memory, not in the device's part of this memory."""
     path = node / "tight.toml"
     fits = set()
     for memory in (0.25, 4):
@@ -268,7 +268,7 @@ def test_what_is_needed_is_there_or_it_does_not_fit(node, capsys, device, device
     assert fits == {True, False}
 
 
-def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
+def test_an_unknown_capacity_is_printed_as_not_known(node, capsys):
     path = node / "unknown.toml"
     drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, drives=drives).to_table()}))
@@ -278,29 +278,29 @@ def test_a_capacity_that_nobody_knows_is_no_number(node, capsys):
 
 
 @pytest.mark.parametrize("hidden", ["1600", "100"])
-def test_heads_divide_any_hidden_size(node, capsys, hidden):
+def test_the_default_number_of_heads_divides_any_hidden_size(node, capsys, hidden):
     assert run(capsys, "--hidden", hidden, "--layers", "1", "--vocab", "100", "--seq", "16")[0] == 0
 
 
 @pytest.mark.parametrize("sizes", [["--hidden", "64"], ["--layers", "2"], ["--heads", "2"], ["--params", "1M"]])
-def test_a_model_of_a_file_has_its_own_sizes(node, capsys, sizes):
+def test_sizes_beside_a_model_of_a_file_are_refused(node, capsys, sizes):
     status, _, errors = run(capsys, "--model", "config.json", *sizes)
     assert status == 2 and sizes[0] in errors
 
 
-def test_sizes_beyond_all_memory_are_one_line(node, capsys):
+def test_sizes_beyond_all_memory_print_one_line(node, capsys):
     status, _, errors = run(capsys, "--hidden", "99999999872", "--layers", "1")
     assert status == 2 and len(errors.splitlines()) == 1
 
 
 @pytest.mark.long
-def test_the_largest_of_very_many_ranks_is_larger_than_what_fits(node):
+def test_the_largest_model_of_very_many_ranks_is_found(node):
     machine = dataclasses.replace(NODE, nodes=2048, host_memory=1 << 40)
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     assert largest_parameters(machine, Config(dtype="bf16"), arguments).parameters > 1e12
 
 
-def test_the_largest_is_found_in_few_layouts_and_told_on_a_terminal(node, capsys, monkeypatch):
+def test_the_largest_model_is_found_in_few_layouts_with_progress(node, capsys, monkeypatch):
     tried, arrangement = [], planning.arrangement
 
     def count(model, *rest):
@@ -317,7 +317,7 @@ def test_the_largest_is_found_in_few_layouts_and_told_on_a_terminal(node, capsys
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("params", ["100T", "9999T"])
-def test_a_model_that_nothing_could_hold_is_refused_by_its_size(node, capsys, params):
+def test_a_model_beyond_all_tiers_is_refused_by_its_size(node, capsys, params):
     status, out, _ = run(capsys, "--params", params)
     assert status == 1
     assert "weights and states take" in out and "together: add drives or nodes" in out and "the largest GPT that fits has about" in out
@@ -327,7 +327,7 @@ def test_a_model_that_nothing_could_hold_is_refused_by_its_size(node, capsys, pa
     "arguments, nodes",
     [(("--params", "9999T"), 10**7), (("--hidden", "64", "--layers", "99999999"), 10**7), (("--hidden", "1024", "--layers", "2", "--vocab", "99999999999"), 10**7)],
 )
-def test_a_model_in_more_parts_than_a_plan_has_time_for_names_the_limit(node, capsys, monkeypatch, arguments, nodes):
+def test_a_model_of_too_many_tensors_is_refused_with_the_limit(node, capsys, monkeypatch, arguments, nodes):
     monkeypatch.setattr("infinity.tools.predict.planning.MOST_TENSORS", 1000)
     status, _, errors = run(capsys, *arguments, "--nodes", str(nodes))
     assert status == 2
@@ -335,7 +335,7 @@ def test_a_model_in_more_parts_than_a_plan_has_time_for_names_the_limit(node, ca
     assert run(capsys, *SMALL, "--layers", "2")[0] == 0
 
 
-def test_the_largest_among_those_of_few_tensors_is_no_most(node, monkeypatch):
+def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, monkeypatch):
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     most = largest_parameters(NODE, Config(dtype="bf16"), arguments)
     assert most.is_most and str(most).startswith("about")
@@ -344,11 +344,11 @@ def test_the_largest_among_those_of_few_tensors_is_no_most(node, monkeypatch):
     assert few.parameters < most.parameters and str(few).startswith("at least")
 
 
-def test_activations_that_no_number_counts_are_one_line(node, capsys):
+def test_impossible_activation_sizes_print_one_line(node, capsys):
     status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
     assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors
 
 
 @pytest.mark.parametrize("share, text", [(0, "0%"), (1e-6, "<1%"), (0.02, "2%"), (1, "100%")])
-def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(share, text):
+def test_a_share_that_rounds_to_zero_is_shown_as_below_1_percent(share, text):
     assert planning._percent(share) == text

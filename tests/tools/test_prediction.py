@@ -1,4 +1,4 @@
-"""What is predicted is what the engine does: its layout, its placement, its bytes."""
+"""Predictions equal the engine's layout, placement and bytes."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, **sizes):
 
 
 def run(config, checkpointed, steps=9, since=3):
-    """Bytes a step of each link, the device's peak, layout and placement of a real engine."""
+    """(bytes per step of each link, peak of the device, layout, placement) of a real engine."""
     torch.manual_seed(0)
     with infinity.init(config):
         model = GPT(**SIZES, checkpoint_activations=checkpointed)
@@ -57,7 +57,7 @@ def run(config, checkpointed, steps=9, since=3):
             optimizer.step()
             optimizer.zero_grad()
             if number in (since - 1, steps - 1):
-                engine.flush()  # what a step leaves to the next is its own
+                engine.flush()  # a step counts the work that it leaves to the next step
             stats.append(engine.stats())
         layout, placement = engine.layout, engine.placement
     first, last = stats[since - 1]["links"], stats[-1]["links"]
@@ -89,7 +89,7 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     assert prediction.layout == layout
     assert dataclasses.replace(prediction.placement, fixed_nbytes=0) == dataclasses.replace(placement, fixed_nbytes=0)
     predicted, num = prediction.simulation.nbytes, layout.num_parameters
-    # An engine that waits for its drive finds weights on their way there, which it need not read again; how many, is a matter of pace.
+    # An engine that waits for its drive reuses weights whose write is not over. Their number depends on the timing.
     spans = range(len(layout.spans)) if placement.homes["states"][0] == DEVICE else prediction.spans_on_device
     on_device = sum(layout.chunks[index].used for span in spans for index in layout.spans[span].chunks)
     assert predicted["nvme_read"] == pytest.approx(nbytes["nvme_read"], abs=2.5 * num)
@@ -100,7 +100,7 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     assert peak <= prediction.simulation.peak_device_nbytes <= max(placement.device_nbytes, peak)
 
 
-def test_what_does_not_fit_says_what_is_short():
+def test_a_model_that_does_not_fit_names_the_short_memory():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
     tight = dataclasses.replace(GPU, device_memory=load.saved_nbytes)
     with pytest.raises(BudgetError, match="activations alone"):
@@ -126,7 +126,7 @@ def test_a_model_that_fits_stays_on_the_device():
     assert sum(prediction.simulation.nbytes.values()) == 0
 
 
-def test_records_go_to_what_the_device_has_left():
+def test_records_use_the_device_memory_that_is_left():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
     machine = dataclasses.replace(GPU, device_memory=int(1.1 * load.saved_nbytes) + (6 << 20))
     prediction = predict(model, load, machine, Config(chunk_mib=0.125))
@@ -134,7 +134,7 @@ def test_records_go_to_what_the_device_has_left():
     assert prediction.memory[DEVICE].needed <= machine.device_memory
 
 
-def test_compute_hides_transfers_from_the_tokens_that_it_names():
+def test_compute_hides_transfers_from_the_predicted_tokens_on():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
     config = Config(param_tier="host", optimizer_state_tier="host", chunk_mib=0.125)
     machine = dataclasses.replace(GPU, device_memory=1 << 40, chunk_overhead_us=0.0, copy_latency_us=0.0)
@@ -148,18 +148,18 @@ def test_compute_hides_transfers_from_the_tokens_that_it_names():
     assert few.step_seconds > 2 * few.compute_seconds
 
 
-def test_micro_batches_one_after_the_other_need_more_tokens_to_hide_a_drive_than_by_layer():
+def test_serial_micro_batches_need_more_tokens_than_layer_wise_ones():
     model, load = gpt_on_meta(dtype=torch.bfloat16)
     slow = tuple(dataclasses.replace(drive, read_gbps=0.02, write_gbps=0.02, mixed_gbps=0.02) for drive in GPU.drives)
     machine = dataclasses.replace(GPU, device_memory=1 << 40, drives=slow)
     config = Config(**NVME, device_memory="3MiB", host_memory="4MiB", residency="none", chunk_mib=0.125)
     once = predict(model, load, machine, config)
     read, written = once.simulation.nbytes["nvme_read"], once.simulation.nbytes["nvme_write"]
-    assert once.twice.nbytes["nvme_read"] > 1.2 * read and once.twice.nbytes["nvme_write"] < 1.05 * written  # weights again, forward and backward
+    assert once.twice.nbytes["nvme_read"] > 1.2 * read and once.twice.nbytes["nvme_write"] < 1.05 * written  # weights twice
     drive_seconds = (read + written) / 0.02e9
     assert once.hiding_tokens == pytest.approx(load.tokens * drive_seconds / once.compute_seconds, rel=0.01)
-    assert once.hiding_tokens_in_turn == math.inf  # a micro-batch is too short for the weights that it reads
-    longer = dataclasses.replace(machine, device_tflops=machine.device_tflops * once.compute_seconds / drive_seconds)  # as long as all of it
+    assert once.hiding_tokens_in_turn == math.inf  # a micro-batch is shorter than the reads of its weights
+    longer = dataclasses.replace(machine, device_tflops=machine.device_tflops * once.compute_seconds / drive_seconds)  # as long as the drive
     halfway = dataclasses.replace(longer, device_tflops=2 * longer.device_tflops)
     found = predict(model, load, halfway, config)
     more = found.twice.nbytes["nvme_read"] - found.simulation.nbytes["nvme_read"]

@@ -1,4 +1,4 @@
-"""probes: bytes that move are counted and compared, and one that is wrong is found."""
+"""probes: moved bytes are counted and compared. A wrong byte is found."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ def flip_a_byte(file, offset=5):
 
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("nbytes", [4096, 256 << 10, MIB])
-def test_bytes_to_and_from_nvme_go_through_the_swap_files_and_are_compared(paths, write, nbytes):
+def test_transfers_to_and_from_nvme_use_swap_files_and_are_compared(paths, write, nbytes):
     with contextlib.closing(probes.SwapTransfers(paths, nbytes, write=write)) as probe:
         assert probe.num_chunks == {4096: 64, 256 << 10: 4, MIB: 4}[nbytes]
         before = probe._swap.read_nbytes, probe._swap.write_nbytes
@@ -40,7 +40,7 @@ def test_bytes_to_and_from_nvme_go_through_the_swap_files_and_are_compared(paths
         moved = probe._swap.read_nbytes - before[0], probe._swap.write_nbytes - before[1]
         assert moved == ((0, probe.num_chunks * nbytes) if write else (probe.num_chunks * nbytes, 0))
         probe.check(0)
-        found = probes.rates(probe, 2 * probe.num_chunks)  # each chunk meets each buffer
+        found = probes.rates(probe, 2 * probe.num_chunks)  # each chunk uses each buffer
         assert len(found) == 2 * probe.num_chunks and min(found) > 0
     assert everything_in(*paths) == []
 
@@ -59,7 +59,7 @@ def test_a_wrong_byte_on_a_drive_is_found(paths, write):
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_what_was_not_moved_is_found(paths, write):
+def test_bytes_that_were_not_moved_are_found(paths, write):
     with contextlib.closing(probes.SwapTransfers(paths[:1], 64 << 10, write=write)) as probe:
         probe.move(0)
         with pytest.raises(SwapError, match="differs from the sent bytes"):
@@ -85,7 +85,7 @@ def test_copies_are_compared(make, device=CPU):
         assert all(rate > 0 for rate in probes.rates(probe, probe.num_chunks))
         way = probe._ways[1] if isinstance(probe, probes.BothWays) else probe
         with pytest.raises(SwapError, match="differs from the sent bytes"):
-            probe.check(1)  # another round was the last
+            probe.check(1)  # the last round was another one
         probe.move(1)
         probe.check(1)
         way._targets[3][17] ^= 1
@@ -93,7 +93,7 @@ def test_copies_are_compared(make, device=CPU):
             probe.check(1)
 
 
-def test_a_wrong_byte_is_found_while_a_drive_is_measured(tmp_path, monkeypatch):
+def test_a_wrong_byte_is_found_during_the_measurement_of_a_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(drives, "_SECONDS", 0.001)
     name, nbytes = tmp_path / "scratch", 64 * MIB
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
@@ -112,7 +112,7 @@ def test_a_wrong_byte_is_found_while_a_drive_is_measured(tmp_path, monkeypatch):
     os.close(fd)
 
 
-def test_processors_are_measured_by_work_that_is_compared(monkeypatch):
+def test_the_work_of_measured_processors_is_compared(monkeypatch):
     assert probes.memory_rate() > 1e6 and probes.copy_seconds(CPU) > 0
     assert probes.update_rate(CPU) > 1e4 and probes.product_rate(CPU) > 1e4
     real = probes.adam_step
@@ -126,13 +126,13 @@ def test_processors_are_measured_by_work_that_is_compared(monkeypatch):
         probes.update_rate(CPU)
 
 
-def test_an_op_and_a_chunk_cost_the_threads_some_time():
+def test_the_measured_cost_of_an_op_and_a_chunk_is_plausible():
     assert -0.01 < probes.op_seconds(CPU) < 0.1
     assert -0.01 < probes.chunk_seconds(CPU) < 0.1
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:77", "meta", "cpuu"])
-def test_a_device_that_is_not_there_is_refused(name):
+def test_a_missing_device_is_refused(name):
     with pytest.raises(ConfigError, match=f"device='{name}'"), probes.launched(name):
         pass
 
@@ -165,7 +165,7 @@ RANKS = """
 """
 
 
-def test_collectives_bring_what_each_rank_has_sent():
+def test_bytes_of_collectives_are_compared():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

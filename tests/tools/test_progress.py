@@ -1,4 +1,4 @@
-"""The bytes bar; the line of a training run is tested with its command."""
+"""The progress bar for bytes. `test_cli.py` tests the progress line of a training run."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ GIB = 2**30
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds, moved by hand."""
+    """A list with the current time in seconds, which the test sets."""
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     return now
@@ -25,10 +25,10 @@ def on_a_terminal(monkeypatch):
 
 @pytest.fixture
 def no_tqdm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # its import raises ImportError
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # an import of tqdm raises ImportError
 
 
-def test_without_a_terminal_a_line_every_few_seconds_and_the_last(capsys, clock):
+def test_without_a_terminal_a_line_is_printed_every_few_seconds(capsys, clock):
     with BytesProgress("saved") as progress:
         for second in range(1, 13):
             clock[0] = 100.0 + second
@@ -41,7 +41,7 @@ def test_without_a_terminal_a_line_every_few_seconds_and_the_last(capsys, clock)
     ]
 
 
-def test_a_terminal_without_tqdm_has_one_line_rewritten(capsys, monkeypatch, clock, no_tqdm):
+def test_a_terminal_without_tqdm_rewrites_one_line(capsys, monkeypatch, clock, no_tqdm):
     on_a_terminal(monkeypatch)
     with BytesProgress("read") as progress:
         for second in (0.5, 0.55, 1.0):  # the second call comes too soon
@@ -52,7 +52,7 @@ def test_a_terminal_without_tqdm_has_one_line_rewritten(capsys, monkeypatch, clo
 
 
 @pytest.mark.parametrize("done, total, line", [(0, 600, "saved 0 of 600 B  0 %"), (0, 0, "saved 0 of 0 B  100 %")])
-def test_before_any_byte_no_rate_is_claimed(capsys, done, total, line):
+def test_no_rate_is_printed_before_the_first_byte(capsys, done, total, line):
     BytesProgress("saved")(done, total)
     assert capsys.readouterr().err == f"{line}\n"
 
@@ -76,7 +76,7 @@ def test_tqdm_draws_on_a_terminal(capsys, monkeypatch):
     assert re.search(r"saved: 100%.*12\.0M/12\.0M", err) and err.endswith("\n")
 
 
-def test_tqdm_is_left_alone_without_a_terminal(capsys, monkeypatch):
+def test_tqdm_is_not_used_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_tqdm", lambda **_: pytest.fail("asked for tqdm"))
     BytesProgress("saved")(2, 2)
     assert capsys.readouterr().err.startswith("saved 2 of 2 B  100 %")

@@ -19,14 +19,14 @@ from infinity.tools.predict.simulator import simulate
 NUMEL = 1000 * 1024
 MS = 1e-3
 
-# Whose links take a whole number of milliseconds for what belongs to 1,024,000 parameters.
+# Each link takes a whole number of milliseconds for the bytes of 1,024,000 parameters.
 MACHINE = Machine(
     device_memory=1 << 34,
     device_tflops=1.0,
     device_update_gparams=1.0,
     host_memory=1 << 34,
     host_gbps=100.0,
-    update_gparams=28 / UPDATE_NBYTES * NUMEL / 3e6,  # 3 ms an fp32 record, which moves 28 bytes a parameter
+    update_gparams=28 / UPDATE_NBYTES * NUMEL / 3e6,  # 3 ms for an fp32 record: 28 bytes a parameter
     h2d_gbps=4 * NUMEL / 1e6,  # 1 ms
     d2h_gbps=4 * NUMEL / 1e6,
     h2d_all_gbps=4 * NUMEL / 1e6,
@@ -39,7 +39,7 @@ MACHINE = Machine(
 
 
 def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, accumulates=False, **tiers):
-    """`num` layers of one chunk each, forward and backward of so many seconds."""
+    """Simulates `num` layers of one chunk each; `seconds` has the length of forward and backward of a layer."""
     specs = [ParameterSpec(f"p{i}", numel, Format("fp32", accumulates=accumulates)) for i in range(num)]
     layout_ = layout(specs, chunk_numel=numel, world=world)
     records = [record_layout(chunk.shard_used(0), chunk.format) for chunk in layout_.chunks]
@@ -63,9 +63,9 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
     return layout_, records, placement, simulate(layout_, records, placement, step, machine)
 
 
-def test_a_step_in_host_memory_to_the_millisecond():
-    # Ops take 3 * 2 + 3 * 4 ms. Before the first one: the gradient of chunk 0, which came last, goes to the host (1), its
-    # record is updated (3), its weights are copied (1). Everything else is hidden behind ops.
+def test_a_step_in_host_memory_has_the_exact_milliseconds():
+    # Ops take 3 * 2 + 3 * 4 ms. Before the first op, the last gradient (chunk 0) goes to the host (1 ms), the record is updated (3 ms),
+    # and the weights are copied (1 ms). All other work is hidden behind ops.
     *_, found = play()
     assert found.step_seconds == pytest.approx(23 * MS)
     assert found.busy_seconds["compute"] == pytest.approx(18 * MS)
@@ -74,17 +74,17 @@ def test_a_step_in_host_memory_to_the_millisecond():
     assert sum(found.stall_seconds.values()) == pytest.approx(5 * MS)
 
 
-def test_deferred_updates_are_behind_the_next_forward():
-    # The records are updated one behind the other (3 each) while forward goes on: it waits 1 + 3 + 1 for the first chunk (its
-    # gradient came last), then for each update 3 - 2. Beside the second and the third, the weights of the one before are copied: 4 bytes a
-    # parameter in 1 ms, of host memory that gives updates 28 in 3, so that both take 10/7 as long meanwhile.
+def test_deferred_updates_are_hidden_behind_the_next_forward():
+    # Updates run one after the other (3 ms each) during forward. Forward waits 1 + 3 + 1 ms for the first chunk, whose gradient came last,
+    # and then 3 - 2 ms for each update. During the second and the third update, weights of the chunk before are copied: 4 bytes a parameter
+    # in 1 ms. Host memory gives updates 28 bytes in 3 ms. Therefore both take 10/7 as long meanwhile.
     *_, found = play(update="deferred")
     assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS + 2 * 3 / 7 * MS)
 
 
 @pytest.mark.parametrize("accumulates, most", [(False, 1.05), (True, 1.11)])
-def test_updates_that_are_put_off_keep_a_drive_busy_that_needs_as_long_as_compute(accumulates, most, monkeypatch):
-    """7 ms a layer: 8 bytes of weights, 8 of states, 12 written. Forward is 0.4 of compute, and without them gives the drive a seventh."""
+def test_updates_that_are_put_off_keep_the_drive_busy_in_forward(accumulates, most, monkeypatch):
+    """The drive needs 7 ms a layer: 8 bytes of weights and 8 of states read, 12 written. Forward is 40 % of compute."""
     layers, drive = 96, 7 * MS
     options = dict(num=layers, seconds=(0.4 * drive, 0.6 * drive), weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     *_, found = play(**options, accumulates=accumulates)
@@ -95,7 +95,7 @@ def test_updates_that_are_put_off_keep_a_drive_busy_that_needs_as_long_as_comput
 
 
 def test_all_on_nvme_is_bound_by_the_drive():
-    # Nothing is kept: 8 bytes of weights, less what is found on its way to NVMe, 8 of states, 12 written; a drive of 1 ms for each 4.
+    # With keep=False a step reads 8 bytes of weights (fewer if their write is not over) and 8 of states, and writes 12. 4 bytes take 1 ms.
     *_, found = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     num = 24 * NUMEL
     assert found.nbytes["nvme_write"] == pytest.approx(12 * num, rel=0.1)
@@ -104,7 +104,7 @@ def test_all_on_nvme_is_bound_by_the_drive():
     assert drive <= found.step_seconds * 1.05 <= drive * 1.2
 
 
-def test_reads_and_writes_at_a_time_share_the_mixed_rate():
+def test_simultaneous_reads_and_writes_share_the_mixed_rate():
     slow = dataclasses.replace(MACHINE.drives[0], mixed_gbps=MACHINE.drives[0].mixed_gbps / 2)
     *_, alone = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     *_, shared = play(dataclasses.replace(MACHINE, drives=(slow,)), num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
@@ -119,8 +119,8 @@ def test_two_drives_are_twice_as_fast():
     assert two.step_seconds == pytest.approx(one.step_seconds / 2, rel=0.15)
 
 
-def test_ranks_share_a_nodes_drives_and_gather_whole_chunks():
-    # Each of four ranks has a quarter of each record, and of the drive.
+def test_ranks_share_the_drives_of_a_node_and_gather_whole_chunks():
+    # Each of four ranks has a quarter of each record and of the drive.
     machine = dataclasses.replace(MACHINE, devices=4, gather_gbps=3 * NUMEL / 1e6)
     numel = 4 * NUMEL
     layout_, records, _, found = play(machine, num=8, world=4, weights="nvme", states="nvme", keep=False, numel=numel, device=1 << 30)
@@ -130,12 +130,12 @@ def test_ranks_share_a_nodes_drives_and_gather_whole_chunks():
     assert found.busy_seconds["all_gather"] == pytest.approx(found.nbytes["all_gather"] * 3 / 4 / (3e6 * NUMEL / 1e6 * 1e3), rel=1e-6)
 
 
-def test_ranks_without_collectives_are_refused():
+def test_ranks_without_a_rate_of_collectives_are_refused():
     with pytest.raises(ConfigError, match="gather_gbps"):
         play(dataclasses.replace(MACHINE, devices=2), world=2, numel=2 * NUMEL)
 
 
-def test_processors_that_are_the_device_are_shared():
+def test_compute_and_updates_share_the_processors_of_a_cpu_device():
     *_, cuda = play()
     *_, cpu = play(dataclasses.replace(MACHINE, device="cpu"))
     assert cpu.step_seconds > cuda.step_seconds * 1.2
@@ -143,7 +143,7 @@ def test_processors_that_are_the_device_are_shared():
 
 
 def test_updates_and_copies_share_host_memory():
-    # Updates that take as long as all else, and copies beside them that want half of what the memory gives: neither is hidden wholly.
+    # Updates take as long as all other work, and copies need half of the memory bandwidth: neither is fully hidden.
     slow = dataclasses.replace(MACHINE, update_gparams=MACHINE.update_gparams / 2)
     fast_copies = dataclasses.replace(slow, h2d_gbps=1e6, d2h_gbps=1e6, h2d_all_gbps=1e6, d2h_all_gbps=1e6)
     *_, found = play(slow, num=12)
@@ -152,22 +152,22 @@ def test_updates_and_copies_share_host_memory():
     assert found.busy_seconds["update"] > 1.05 * 12 * 6 * MS
 
 
-def test_what_an_op_costs_the_training_thread_is_hidden_behind_a_cuda_device_only():
+def test_the_overhead_of_an_op_is_hidden_on_a_cuda_device_only():
     machine = dataclasses.replace(MACHINE, op_overhead_us=3000)
     times = {"weights": "device", "states": "device"}
     *_, found = play(machine, **times)
-    assert found.step_seconds == pytest.approx((3 * 3 + 3 * 4) * MS + 3 * NUMEL / 1e9)  # three ops of 2 ms are launched in 3
+    assert found.step_seconds == pytest.approx((3 * 3 + 3 * 4) * MS + 3 * NUMEL / 1e9)  # launches of the three 2 ms ops take 3 ms each
     *_, found = play(dataclasses.replace(machine, device="cpu"), **times)
     assert found.step_seconds == pytest.approx((3 * 5 + 3 * 7) * MS + 3 * NUMEL / 1e9)
 
 
-def test_what_fits_on_the_device_moves_nothing():
+def test_a_model_that_fits_on_the_device_moves_nothing():
     *_, found = play(weights="device", states="device")
     assert {link: nbytes for link, nbytes in found.nbytes.items() if nbytes} == {}
     assert found.step_seconds == pytest.approx(18 * MS + 3 * NUMEL / 1e9)
 
 
-def test_the_same_twice():
+def test_two_simulations_have_the_same_result():
     first, second = (play(num=9, weights="nvme", states="nvme", keep=False)[-1] for _ in range(2))
     assert first == second
 
@@ -181,7 +181,7 @@ def test_one_link_does_one_thing_at_a_time():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_least_budgets_never_hang_and_no_link_is_busier_than_the_step(seed):
+def test_small_budgets_never_hang_and_links_are_busy_for_a_step_at_most(seed):
     random_ = random.Random(seed)
     weights, states = random_.choice([("nvme", "nvme"), ("host", "nvme"), ("nvme", "host"), ("host", "host")])
     settings = dict(
@@ -212,7 +212,7 @@ def test_more_host_memory_never_reads_more():
     assert read[-1] == 0
 
 
-def test_gradients_that_wait_without_room_go_to_nvme_and_back():
+def test_gradients_without_room_in_host_memory_go_to_nvme_and_back():
     *_, placement, found = play(num=40, weights="nvme", states="nvme", update="deferred", keep=False, host=16 * 8 * NUMEL)
     assert placement.homes[GRADIENTS].count(NVME) > 30
     assert found.nbytes["nvme_write"] > 12 * 40 * NUMEL * 1.1

@@ -1,4 +1,4 @@
-"""The status of a running job: its file, who may read and remove it, and what is shown."""
+"""The status of a running job: the status file, access to the file, and the view."""
 
 import dataclasses
 import io
@@ -53,13 +53,13 @@ FULL = Status(
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Where status files lie."""
+    """The directory of status files."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "infinity"
 
 
 def wait_for(condition):
-    """True once the condition is, which another thread or process brings about; it fails after a minute."""
+    """Waits until `condition()` is true because of another thread or process. Fails after one minute."""
     deadline = time.monotonic() + 60
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -68,7 +68,7 @@ def wait_for(condition):
 
 
 def put(place, **changes):
-    """A status file as a run writes it."""
+    """Writes a status file in the way of a run."""
     told = dataclasses.replace(FULL, **changes)
     folder()
     (place / f"{told.pid}.json").write_text(json.dumps(dataclasses.asdict(told)))
@@ -84,7 +84,7 @@ def dead_process():
 # The view
 
 
-def test_the_view_by_hand():
+def test_the_view_has_step_links_memory_and_checkpoint():
     fresh = dataclasses.replace(FULL, updated=time.time())
     assert view(fresh).splitlines() == [
         "step 3/103  loss 4.500  1.50 s a step  12,346 tokens/s  2 min 30 s left",
@@ -97,7 +97,7 @@ def test_the_view_by_hand():
     assert line(fresh) == view(fresh).splitlines()[0]
 
 
-def test_a_view_of_a_run_that_waits_says_for_what_and_what_that_waits_for(place, capsys):
+def test_the_view_of_a_waiting_run_shows_the_chain_of_waits(place, capsys):
     texts = ("an update of chunk 3 (a.weight)", "a write of 1.0 MiB to NVMe")
     told = put(place, waits=texts, waits_since=time.time() - 62)
     assert read_status(place / f"{os.getpid()}.json") == told
@@ -108,11 +108,11 @@ def test_a_view_of_a_run_that_waits_says_for_what_and_what_that_waits_for(place,
     assert capsys.readouterr().out.splitlines() == [f"{os.getpid():>8}  {line(told)}", f"{'':>8}  {' '.join([waits[0], texts[1]])}"]
 
 
-def test_a_run_before_its_first_step():
+def test_a_run_before_its_first_step_is_shown_as_starting():
     assert view(Status(step=7, steps=9, world=1)) == "step 7/9  starting"
 
 
-def test_a_run_that_is_silent_says_so():
+def test_a_run_without_updates_is_shown_as_silent():
     assert "(silent for 2 min 0 s)" in view(dataclasses.replace(FULL, updated=time.time() - 120)).splitlines()[0]
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_silent_says_so():
     "seconds, text",
     [(0.4, "0 s"), (42, "42 s"), (59.6, "1 min 0 s"), (303, "5 min 3 s"), (7620, "2 h 7 min"), (273_600, "3 d 4 h")],
 )
-def test_seconds_for_people(seconds, text):
+def test_seconds_are_formatted_for_people(seconds, text):
     assert format_seconds(seconds) == text
 
 
@@ -135,13 +135,13 @@ def test_on_a_terminal_the_view_is_drawn_in_place(monkeypatch):
     with LiveView(terminal) as show:
         show(FULL)
         show(dataclasses.replace(FULL, step=4), last=True)
-    first, second = terminal.getvalue().split("\x1b[5A")  # up to the first of six lines
+    first, second = terminal.getvalue().split("\x1b[5A")  # moves the cursor up to the first of six lines
     assert first.count("\n") == 5 and second.count("\n") == 6 and second.endswith("\n")
     assert second.startswith("step 4/103")
-    assert max(len(re.sub(r"\x1b\[.|\r", "", row)) for row in (first + second).splitlines()) == 39  # what would wrap is cut
+    assert max(len(re.sub(r"\x1b\[.|\r", "", row)) for row in (first + second).splitlines()) == 39  # lines are cut at the width of the terminal
 
 
-def test_elsewhere_the_view_is_a_line_now_and_then():
+def test_without_a_terminal_the_view_is_a_line_now_and_then():
     output = io.StringIO()
     with LiveView(output) as show:
         for step in range(1, 50):
@@ -150,7 +150,7 @@ def test_elsewhere_the_view_is_a_line_now_and_then():
     assert [text.split()[1] for text in lines] == ["1/103", "49/103"]
 
 
-def test_nothing_is_drawn_behind_the_last():
+def test_nothing_is_drawn_after_the_last_view():
     terminal = Terminal()
     show = LiveView(terminal)
     show(FULL, last=True)
@@ -162,7 +162,7 @@ def test_nothing_is_drawn_behind_the_last():
 # The file
 
 
-def test_a_reporter_writes_what_it_is_told_and_leaves_nothing(place):
+def test_a_reporter_writes_its_status_and_removes_the_file_at_the_end(place):
     with Reporter() as reporter:
         reporter.tell(FULL)
         wait_for(reporter.path.exists)
@@ -173,7 +173,7 @@ def test_a_reporter_writes_what_it_is_told_and_leaves_nothing(place):
     reporter.close()
 
 
-def test_the_directory_is_the_users_own(place):
+def test_the_directory_is_accessible_to_the_user_only(place):
     folder()
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     place.chmod(0o755)
@@ -181,14 +181,14 @@ def test_the_directory_is_the_users_own(place):
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
-def test_without_a_runtime_directory_it_lies_among_temporary_files(tmp_path, monkeypatch):
+def test_without_a_runtime_directory_the_temporary_directory_is_used(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert folder() == tmp_path / f"infinity-{os.getuid()}"
 
 
 @pytest.mark.parametrize("what", ["link", "file", "owner"])
-def test_a_place_that_is_somebody_elses_is_not_used(place, capsys, monkeypatch, tmp_path, what):
+def test_a_directory_of_another_user_is_not_used(place, capsys, monkeypatch, tmp_path, what):
     if what == "link":
         (tmp_path / "other").mkdir()
         place.symlink_to(tmp_path / "other")
@@ -201,14 +201,14 @@ def test_a_place_that_is_somebody_elses_is_not_used(place, capsys, monkeypatch, 
         folder()
     assert main(["status"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    with Reporter() as reporter:  # training goes on
+    with Reporter() as reporter:  # training continues
         reporter.tell(FULL)
     assert reporter.path is None
     assert not (tmp_path / "other").exists() or not os.listdir(tmp_path / "other")
 
 
-def test_what_the_run_waits_for_is_told_and_shown_while_it_does(monkeypatch):
-    monkeypatch.setattr(status, "WRITE_SECONDS", 0.15)  # more than lies between two drawings at least
+def test_a_wait_is_written_and_shown_while_it_lasts(monkeypatch):
+    monkeypatch.setattr(status, "WRITE_SECONDS", 0.15)  # longer than the least time between two drawings
     terminal, over = Terminal(), threading.Event()
 
     def wait():
@@ -227,7 +227,7 @@ def test_what_the_run_waits_for_is_told_and_shown_while_it_does(monkeypatch):
         wait_for(lambda: "waits " not in terminal.getvalue().rpartition("\r")[2])
 
 
-def test_a_failing_write_is_no_error_and_the_next_one_works(place, monkeypatch):
+def test_a_failed_write_is_ignored_and_the_next_one_works(place, monkeypatch):
     monkeypatch.setattr(status, "WRITE_SECONDS", 0.01)
     tried, write = threading.Event(), status.write_json
 
@@ -247,7 +247,7 @@ def test_a_failing_write_is_no_error_and_the_next_one_works(place, monkeypatch):
 
 def test_a_dead_runs_file_is_removed_and_others_stay(place, capsys):
     mine, dead = put(place), put(place, pid=dead_process())
-    reused = put(place, pid=os.getppid(), born=5)  # another process has its number now
+    reused = put(place, pid=os.getppid(), born=5)  # another process has this pid now
     (place / "notes.json").write_text("mine")
     assert is_running(mine) and not is_running(dead) and not is_running(reused)
     assert main(["status"]) == 0
@@ -255,7 +255,7 @@ def test_a_dead_runs_file_is_removed_and_others_stay(place, capsys):
     assert sorted(os.listdir(place)) == sorted([f"{os.getpid()}.json", "notes.json"])
 
 
-def test_a_run_that_was_killed_is_dead_before_its_parent_asks(place, capsys):
+def test_a_killed_run_is_dead_before_its_parent_reaps_the_process(place, capsys):
     with subprocess.Popen(["sleep", "1000"]) as process:
         put(place, pid=process.pid, born=status._born(process.pid))
         assert [told.pid for told in running()] == [process.pid]
@@ -267,7 +267,7 @@ def test_a_run_that_was_killed_is_dead_before_its_parent_asks(place, capsys):
 # The command
 
 
-def test_no_run_is_no_error(capsys):
+def test_status_without_a_run_is_no_error(capsys):
     assert main(["status"]) == 0
     assert capsys.readouterr().out == "you have no active run on this machine\n"
     assert main(["status", "--json"]) == 0 and json.loads(capsys.readouterr().out) == []
@@ -295,7 +295,7 @@ def test_a_run_is_shown_by_process_and_by_file(place, capsys):
         (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, born=1))), "has ended"),
     ],
 )
-def test_what_is_no_running_job_is_told_in_one_line(tmp_path, capsys, text, expected):
+def test_the_error_for_a_run_that_is_not_there_is_one_line(tmp_path, capsys, text, expected):
     path = tmp_path / "file.json"
     if text is not None:
         path.write_text(text)
@@ -305,7 +305,7 @@ def test_what_is_no_running_job_is_told_in_one_line(tmp_path, capsys, text, expe
     assert expected in err
 
 
-def test_a_run_is_followed_as_json_a_line_at_a_time(place, capsys, monkeypatch):
+def test_follow_with_json_prints_one_line_at_a_time(place, capsys, monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as process:
         put(place, pid=process.pid, born=status._born(process.pid))
         looks = []
@@ -321,12 +321,12 @@ def test_a_run_is_followed_as_json_a_line_at_a_time(place, capsys, monkeypatch):
     assert [json.loads(line)["pid"] for line in capsys.readouterr().out.splitlines()] == [process.pid] * 3
 
 
-def test_following_needs_a_run(capsys):
+def test_follow_needs_a_run(capsys):
     assert main(["status", "--follow"]) == 2
     assert "--follow needs a run" in capsys.readouterr().err
 
 
-def test_a_training_run_tells_what_it_waits_for_while_it_does(tmp_path, monkeypatch, capsys):
+def test_a_training_run_reports_its_waits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(status, "WRITE_SECONDS", 0.02)
     monkeypatch.setattr(progress, "PROGRESS_SECONDS", 0)
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
@@ -350,7 +350,7 @@ def test_a_training_run_tells_what_it_waits_for_while_it_does(tmp_path, monkeypa
     assert re.search(r"(?m)^step \d/4 .*\nwaits       0 s for .* from NVMe, chunk", capsys.readouterr().err)
 
 
-def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, monkeypatch):
+def test_a_training_run_is_listed_followed_and_removed_at_its_end(tmp_path, place, capsys, monkeypatch):
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
     options = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 1000000 --device cpu --dtype fp32 --data text".split()
     command = [sys.executable, "-m", "infinity", "train", *options]
@@ -378,6 +378,6 @@ def test_a_training_run_is_seen_followed_and_forgotten(tmp_path, place, capsys, 
             lines = capsys.readouterr().out.splitlines()
             assert re.match(r"step \d+/1000000  loss", lines[0]) and lines[-1] == f"process {process.pid} has ended"
             process.wait(60)
-            assert os.listdir(place) == []  # it was interrupted, and cleaned up
+            assert os.listdir(place) == []  # the interrupted run removed its file
         finally:
             process.kill()

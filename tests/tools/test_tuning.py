@@ -1,4 +1,4 @@
-"""tuning: the search finds settings as fast as a full grid's, and what is written is what engines and commands read."""
+"""tuning: the search finds settings as good as those of a full grid. Engines and commands read the written files."""
 
 import json
 import math
@@ -34,7 +34,7 @@ TENTH = search.GRID_ROUNDS * len(GRID) // 10
 
 
 def around(peak, width):
-    """A rate that falls off from one point in every direction."""
+    """A rate that decreases from one point in every direction."""
 
     def rate(drive):
         steps = (math.log2(getattr(drive, name) / getattr(peak, name)) for name in search.AXES)
@@ -44,19 +44,19 @@ def around(peak, width):
 
 
 def saturating(drive):
-    """More in the kernel is faster, small blocks and many queues cost a little."""
+    """More bytes in the kernel are faster. Small blocks and many queues cost a little."""
     in_kernel = 1 - math.exp(-drive.inflight_nbytes / (4 * MIB))
     return 2e9 * in_kernel * (1 - 0.15 * (256 << 10) / drive.block_nbytes) / (1 + 0.02 * (drive.num_queues - 1))
 
 
 def ridge(drive):
-    """Only the number of blocks that each queue has in the kernel matters."""
+    """The rate depends only on the number of blocks per queue in the kernel."""
     blocks = drive.inflight_nbytes / drive.num_queues / drive.block_nbytes
     return 2e9 * math.exp(-0.05 * (math.log2(blocks) - 3) ** 2)
 
 
 def searched(rate, noise=0.0, seed=0):
-    """(rate of what is found, as a share of the grid's best; measurements)."""
+    """(rate of the found settings / best rate of the grid, number of measurements)."""
     generator, asked = random.Random(seed), []
 
     def measured(drive):
@@ -70,19 +70,19 @@ def searched(rate, noise=0.0, seed=0):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("width", [0.002, 0.05, 0.2])
-def test_a_peak_anywhere_in_the_grid_is_found_within_a_percent_in_a_tenth_of_the_measurements(width):
+def test_the_search_finds_any_peak_within_1_percent_and_few_measurements(width):
     for peak in GRID:
         share, number = searched(around(peak, width))
         assert share >= 0.99 and number <= TENTH, (peak, share, number)
 
 
 @pytest.mark.parametrize("rate", [saturating, ridge])
-def test_other_shapes_are_no_harder(rate):
+def test_the_search_finds_the_best_settings_of_other_shapes(rate):
     share, number = searched(rate)
     assert share >= 0.99 and number <= TENTH
 
 
-def test_where_all_are_equal_the_settings_stay():
+def test_settings_stay_if_all_rates_are_equal():
     assert search.search(START, lambda drive: 1e9) == START
 
 
@@ -91,8 +91,8 @@ def test_where_all_are_equal_the_settings_stay():
     ("noise", "least"),
     [(0.01, 0.95), (0.03, 0.6)],
 )
-def test_noise_costs_little(noise, least):
-    """In how many of 126 searches the result is within a percent; a measurement varies by so much."""
+def test_noise_worsens_the_search_only_a_little(noise, least):
+    """`least` is the share of 126 searches with a result within 1 %. `noise` is the deviation of a measurement."""
     for rates in ([around(peak, 0.05) for peak in GRID], [saturating] * len(GRID)):
         shares, numbers = zip(*(searched(rate, noise, seed) for seed, rate in enumerate(rates)))
         assert max(numbers) <= TENTH
@@ -115,7 +115,7 @@ def test_with_noise_the_search_is_as_good_as_the_grid_itself(rate):
         assert ours >= statistics.fmean(grids_choice(rate, noise, seed) for seed in range(40)) - 0.01
 
 
-def test_every_setting_tried_is_one_that_engines_accept(tmp_path):
+def test_engines_accept_every_setting_of_the_search(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)
     for point in GRID[::5]:
         with point.queue() as queue:
@@ -153,8 +153,8 @@ def small(monkeypatch, one_thread):
     monkeypatch.setattr(probes, "BLOCKS", {"cpu": (64, 2, 1, 16, torch.float32)})
     monkeypatch.setattr(tuning, "MOST_NBYTES", tuning.LEAST_NBYTES)
     monkeypatch.setattr(tuning, "LINK_NBYTES", MIB)
-    monkeypatch.setattr(tuning, "_ROUNDS", 1)  # every figure repeats then
-    monkeypatch.setattr(figures, "LEAST_SECONDS", math.inf)  # an overhead of 0, too
+    monkeypatch.setattr(tuning, "_ROUNDS", 1)  # every figure repeats
+    monkeypatch.setattr(figures, "LEAST_SECONDS", math.inf)  # even an overhead of 0 repeats
     monkeypatch.setattr(search, "AXES", {"inflight_nbytes": [8 * MIB, 12 * MIB], "block_nbytes": [512 << 10, MIB], "num_queues": [1, 2]})
     monkeypatch.setattr(search, "GRID_ROUNDS", 25)
 
@@ -163,7 +163,7 @@ def tune(*arguments):
     return main(["calibrate", "--device", "cpu", *map(str, arguments)])
 
 
-def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_path, small, monkeypatch, capsys):
+def test_engines_and_plan_read_the_measured_values(paths, tmp_path, small, monkeypatch, capsys):
     chosen, rates, find = [], {}, search.search
 
     def other_for_each_path(start, rate):
@@ -216,7 +216,7 @@ def test_what_is_written_is_what_was_measured_and_what_engines_read(paths, tmp_p
     assert f"{paths[0]}: settings around the chosen ones" in shown and "all at once" in shown and str(output) in shown
 
 
-def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
+def test_other_values_of_the_file_stay(paths, tmp_path, small, capsys):
     output = tmp_path / "mine.toml"
     machine = {
         "name": "tiny", "nodes": 3, "network_gbps": 50.0, "chunk_overhead_us": 7.0, "device_memory": 1024, "device_tflops": 1.0,
@@ -226,7 +226,7 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     }  # fmt: skip
     output.write_text(config_files.to_toml({"config": {"dtype": "fp32", "swap_dirs": ["elsewhere"]}, "plan": {"hidden": 8}, "machine": machine}))
     assert tune(paths[0], "--output", output, "--json") == 0
-    report = json.loads(capsys.readouterr().out)  # and nothing else
+    report = json.loads(capsys.readouterr().out)  # standard output has only JSON
     content = config_files.read(output)
     assert report["output"] == str(output) and Machine.from_table(report["machine"]) == Machine.load(output)
     assert [drive["path"] for drive in report["drives"]] == [str(paths[0])] and report["drives"][0]["alone"]["read"] > 0
@@ -236,7 +236,7 @@ def test_what_the_file_held_besides_stays(paths, tmp_path, small, capsys):
     assert found.drives[0].endurance == 9999 and found.host_gbps < 1e6 and found.host_memory > 1
 
 
-def test_a_file_with_old_names_has_the_new_ones_afterwards(paths, tmp_path, small):
+def test_old_names_in_the_file_are_replaced_by_new_ones(paths, tmp_path, small):
     output = tmp_path / "mine.toml"
     output.write_text('[config]\nnvme = "elsewhere"\nseed = 1\n')
     with pytest.warns(RenamedWarning, match="nvme is deprecated: use swap_dirs"):
@@ -278,7 +278,7 @@ def test_a_figure_repeats_if_its_rounds_lie_close_together(values, is_time, repe
 
 
 def slowed(real, by):
-    """A measurement beside other work: the rate of every second call is divided."""
+    """A measurement on a busy machine: divides the rate of every second call."""
     calls = iter(range(10**6))
     return lambda *arguments, **options: real(*arguments, **options) / (by if next(calls) % 2 else 1)
 
@@ -291,7 +291,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
     monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
     monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
-    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # reads and writes of the first round agree
+    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # slows only the second round of reads and writes
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0
     shown = capsys.readouterr()
@@ -303,7 +303,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
     assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0
     assert "not known: machine: device_tflops, drives[0]." in shown.out
-    assert everything_in(paths[0]) == []  # no settings for engines either: they measure, or take their defaults
+    assert everything_in(paths[0]) == []  # no drive settings: engines measure, or use defaults
 
     machine = Machine.load(output)
     assert machine.device_tflops is None and machine.chunk_overhead_us == 500.0  # the default
@@ -324,7 +324,7 @@ def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
     assert tuning._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
 
 
-def test_directories_on_one_drive_and_slow_ones_are_named(paths):
+def test_warnings_name_directories_on_one_drive_and_slow_ones(paths):
     found = []
     for path, rate in zip(paths, (1e9, 0.2e9)):
         figures_of_mixes = dict.fromkeys(drives.MIXES, Figure((rate, rate, rate)))
@@ -334,7 +334,7 @@ def test_directories_on_one_drive_and_slow_ones_are_named(paths):
     assert slow.startswith(f"swap directory {paths[1]} is slow: 200 MB/s, and {paths[0]} reaches 1,000 MB/s. It gets 17% of the bytes; ")
 
 
-def test_cores_that_other_processes_keep_busy_are_counted():
+def test_cores_of_other_busy_processes_are_counted():
     source = "import time; print(flush=True); end = time.monotonic() + 0.3\nwhile time.monotonic() < end: pass"
     with start_python(source) as process:
         process.stdout.readline()
@@ -377,7 +377,7 @@ def test_a_full_disk_is_refused(paths, tmp_path, monkeypatch, capsys):
     assert everything_in(*paths) == [] and not (tmp_path / "f.toml").exists()
 
 
-def test_a_drive_that_fails_is_named_and_nothing_stays(paths, tmp_path, small, capsys):
+def test_a_failed_drive_is_named_and_no_file_stays(paths, tmp_path, small, capsys):
     _aio._inject("read", 40, 1, -5)
     assert tune(paths[0], "--output", tmp_path / "f.toml") == 2
     error = capsys.readouterr().err
@@ -386,7 +386,7 @@ def test_a_drive_that_fails_is_named_and_nothing_stays(paths, tmp_path, small, c
 
 
 @pytest.mark.long
-def test_an_interrupt_leaves_what_was_there(paths, tmp_path):
+def test_an_interrupt_leaves_existing_files_unchanged(paths, tmp_path):
     output, cache = tmp_path / "f.toml", paths[0] / drives.CACHE_NAME
     output.write_text("[config]\nseed = 3\n")
     cache.write_text("{}")

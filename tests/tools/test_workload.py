@@ -23,7 +23,7 @@ def gpt_workload(batch=2, recompute=False, **options):
     return model, workload(model, lambda: model(tokens, tokens), tokens=batch * SEQ, recompute=recompute)
 
 
-def test_ops_come_in_the_order_in_which_they_run_with_their_own_parameters():
+def test_ops_are_in_the_order_of_execution_with_their_own_parameters():
     model, load = gpt_workload()
     names = [name for name, _ in model.named_parameters()]
     assert [op.name for op in load.ops[:5]] == ["token", "position", "blocks.0.attention_norm", "blocks.0.attention.qkv", "blocks.0.attention.projection"]
@@ -32,11 +32,11 @@ def test_ops_come_in_the_order_in_which_they_run_with_their_own_parameters():
         assert [names[param] for param in op.params] == [name for name in names if name.rpartition(".")[0] == op.name]
 
 
-def test_flops_are_those_of_the_products():
+def test_flops_are_those_of_the_matrix_products():
     _, load = gpt_workload(batch=2)
     tokens = 2 * SEQ
     by_name = {op.name: op.flops for op in load.ops}
-    attention = 2 * 2 * 2 * SEQ * SEQ * HIDDEN  # queries by keys, and by values: 2 products, batch 2
+    attention = 2 * 2 * 2 * SEQ * SEQ * HIDDEN  # two products (queries by keys, scores by values), batch 2
     assert by_name["blocks.1.attention.qkv"] == 2 * tokens * HIDDEN * 3 * HIDDEN + attention
     assert by_name["blocks.1.mlp.0"] == by_name["blocks.1.mlp.2"] == 2 * tokens * HIDDEN * 4 * HIDDEN
     assert by_name["head"] == 2 * tokens * HIDDEN * VOCAB
@@ -44,7 +44,7 @@ def test_flops_are_those_of_the_products():
     assert load.step_flops == 3 * load.forward_flops
 
 
-def test_blocks_are_computed_once_more():
+def test_recomputation_adds_the_flops_of_the_blocks():
     _, plain = gpt_workload()
     _, load = gpt_workload(recompute=True)
     blocks = sum(op.flops for op in load.ops if op.block is not None)
@@ -52,11 +52,11 @@ def test_blocks_are_computed_once_more():
     assert {op.block for op in load.ops} == {None, 0, 1, 2}
 
 
-def test_checkpoints_take_the_inputs_of_the_blocks_and_the_largest_block():
+def test_activation_checkpoints_keep_block_inputs_and_the_largest_block():
     _, plain = gpt_workload()
     _, load = gpt_workload(recompute=True)
     block_input = 4 * 2 * SEQ * HIDDEN
-    per_block = (plain.saved_nbytes - load.saved_nbytes + LAYERS * block_input) / (LAYERS - 1)  # what each further block keeps
+    per_block = (plain.saved_nbytes - load.saved_nbytes + LAYERS * block_input) / (LAYERS - 1)  # bytes that each further block keeps
     assert load.saved_nbytes < plain.saved_nbytes
     assert 4 * block_input < per_block < 40 * block_input  # q, k, v, attention's output, norms, four wide activations ...
 
@@ -69,11 +69,11 @@ def test_autograd_keeps_weights_of_linears_and_nothing_of_embeddings():
     assert kept["blocks.0.mlp.0"] == ["blocks.0.mlp.0.weight"]
 
 
-def test_a_gradient_is_complete_where_its_parameter_is_used_first():
+def test_a_gradient_is_complete_at_the_first_use_of_its_parameter():
     model, load = gpt_workload(tie=True)
     names = [name for name, _ in model.named_parameters()]
     complete = {names[param]: phase.key for phase in load.phases() for param in phase.grads}
-    assert complete["token.weight"] == ("backward", 0)  # the output layer's part of it came first
+    assert complete["token.weight"] == ("backward", 0)  # the part of the output layer came first
     assert set(complete) == set(names)
 
 
@@ -104,12 +104,12 @@ def test_the_trace_is_the_one_that_the_engine_records(tmp_path, checkpointed, ti
 
 
 def in_turn(spans):
-    """Without repetitions: the engine records each saved tensor of an op as a use."""
+    """Removes repetitions: the engine records each saved tensor of an op as a use."""
     return [each for number, each in enumerate(spans) if not number or each != spans[number - 1]]
 
 
 class Branches(nn.Module):
-    """Parameters of its own around a child's, one that is used twice, one that is never used."""
+    """Own parameters around those of a child, a layer that is used twice, and an unused one."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Branches(nn.Module):
         return (self.inner(self.inner(x)) * self.scale).sum()
 
 
-def test_any_model_of_the_meta_device_will_do():
+def test_the_workload_of_any_model_on_the_meta_device_is_found():
     model = on_meta(Branches)
     load = workload(model, lambda: model(torch.empty(4, 8, device="meta")), tokens=4)
     assert [op.name for op in load.ops] == ["", "inner", "inner"]
@@ -131,7 +131,7 @@ def test_any_model_of_the_meta_device_will_do():
     assert sorted(complete) == ["inner.bias", "inner.weight", "scale"]
 
 
-def test_tiles_are_no_blocks():
+def test_tiles_do_not_count_as_blocks():
     model = on_meta(lambda: GPT(HIDDEN, LAYERS, HEADS, VOCAB, SEQ))
     with torch.device("meta"):
         model.head = TiledLinear.from_linear(model.head, 3)

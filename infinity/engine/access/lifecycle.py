@@ -1,4 +1,4 @@
-"""Lifecycle of an engine: whether it has started, failed or closed, and which thread trains. Checks that a call comes at a legal time.
+"""The lifecycle of an engine: start, failed start and close, the training thread, and checks that a call comes at a legal time.
 
 Knows threads and the weak reference to the model. Must not know the values that a caller asks for.
 """
@@ -34,7 +34,7 @@ class Lifecycle:
         self._start_error = f"{type(error).__name__}: {error}"
 
     def note_close(self, *, was_dropped: bool) -> None:
-        """was_dropped: the program holds the model no more."""
+        """was_dropped: the program no longer holds the model."""
         self.is_closed, self.was_dropped = True, was_dropped
 
     def note_step(self) -> None:
@@ -42,9 +42,9 @@ class Lifecycle:
         self._training_thread = threading.get_ident()
 
     def check_access(self, what: str) -> None:
-        """Raise UsageError unless the engine is open and this thread may read and change its state.
+        """Raise UsageError unless the engine is open and this thread may read and change the state.
 
-        Only the training thread knows whether it is between two steps. Other threads may run the model, but neither read nor change state.
+        In the training thread, no step runs during the call. Other threads may run the model, but neither read nor change the state.
         """
         self.check_open()
         if self.trains_elsewhere:
@@ -56,7 +56,7 @@ class Lifecycle:
     def check_open(self) -> None:
         """Raise UsageError if the engine is closed or could not start. Ends calls of the model that an interrupt has broken off."""
         if self.is_closed:
-            dropped = ": it ended with its model, which nobody holds any more; keep the model as long as you use its optimizer or graphs"
+            dropped = ": it ended with its model, which the program has dropped. Keep the model as long as you use its optimizer or graphs"
             raise UsageError(f"the engine is closed{dropped if self.was_dropped else ''}")
         if self._start_error:
             raise UsageError(

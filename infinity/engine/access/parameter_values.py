@@ -1,6 +1,6 @@
 """Values of one engine's parameters: read, written and gathered by the program, before the start, between steps and while held.
 
-Knows parameters by index, and the parts of the engine that store values. Must not know what starts an engine.
+Knows parameters by index, and the parts of the engine that store values. Must not know the events that start an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.tiers.span_state import SpanState
 
 
 class InitialValues:
-    """Values before the start. In this class each parameter holds its own; a subclass may have moved some away."""
+    """Values before the start. In this class each parameter holds its values. A subclass may have moved some away."""
 
     def value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         """The initial value of a parameter, 1-D, on any device."""
@@ -36,7 +36,7 @@ class InitialValues:
 
 
 class ParameterValues:
-    """named: the parameters, in order. first: values before the start."""
+    """The program's access to values. named: the parameters, in order. first: values before the start."""
 
     def __init__(self, lifecycle: Lifecycle, ranks: Ranks, named: list[tuple[str, nn.Parameter]], first: InitialValues):
         self._lifecycle, self._ranks, self._named, self._first = lifecycle, ranks, named, first
@@ -59,7 +59,7 @@ class ParameterValues:
             if id(param) not in before and param.isnan().any():
                 raise UsageError(
                     f"{name} has joined the model with NaN values, as if it was computed from parameters whose values are away. Make {name} "
-                    f"inside `with infinity.init(config):`, or inside infinity.gathered of the parameters that it is computed from."
+                    f"inside `with infinity.init(config):`, or inside infinity.gathered of these parameters."
                 )
         values = {index: value for index, (_, param) in enumerate(named) if (value := loaded.get(before.get(id(param)))) is not None}
         self._loaded = values
@@ -107,7 +107,7 @@ class ParameterValues:
 
     @uninterrupted
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter's whole value, on the CPU, in its dtype on the device. Every rank must call this method."""
+        """A copy of a parameter's whole value, on the CPU, in the compute dtype. All ranks must make this call."""
         self._lifecycle.check_access("state_dict()")
         index = self._indices[id(param)]
         if not self._lifecycle.has_started:
@@ -123,7 +123,7 @@ class ParameterValues:
 
     @uninterrupted
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
-        """Set a parameter's value; moments stay. Every rank must call this method. All ranks take the value of rank 0."""
+        """Set a parameter's value; moments stay. All ranks must make this call, and take the value of rank 0."""
         value = value.detach().reshape(-1).to("cpu", copy=True)
         self._ranks.broadcast_(value.view(torch.uint8))
         self.give(param, value)
@@ -145,7 +145,7 @@ class ParameterValues:
         if not self.calls.frames and not autograd_runs():
             self.calls.release_escaped()
         if self.weights.is_held(self.registry.span_of(state)):
-            raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered")
+            raise UsageError(f"{state.name} is given a value while the model runs or inside infinity.gathered: end that first")
         self.values.write_weight(state, value)
         for chunk in self.registry.chunks_of(state):
             if not chunk.weights_home.is_device and not chunk.on_device:
@@ -190,7 +190,7 @@ class ParameterValues:
 
     def _take_first(self, param: nn.Parameter, home: torch.device) -> None:
         """All ranks take the value of rank 0. The value goes back to the device where the parameter was made."""
-        if self._ranks.world > 1:
+        if self._ranks.are_several:
             value = param.detach().to("cpu", copy=True)
             self._ranks.broadcast_(value.view(-1).view(torch.uint8))
             param.data = value

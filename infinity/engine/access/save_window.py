@@ -1,4 +1,4 @@
-"""The pause between two steps in which the state of an engine is saved or loaded: its conditions, and the work of the engine in it.
+"""Saving and loading between two steps: the conditions, and the work of the engine before a snapshot or a load.
 
 Knows the parts of an engine. Must not know checkpoints.
 """
@@ -23,7 +23,7 @@ def ready_to_save(engine, optimizer) -> None:
     cycle.raise_failure()
     cycle.check_gradients()
     if cycle.torn:
-        raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps; see step()")
+        raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps. Load a checkpoint first")
     cycle.refuse_half_updated("infinity.save")
     if cycle.state.num_backwards or cycle.state.in_backward:
         raise UsageError("infinity.save between backward() and step(): gradients are not saved. Save after step().")
@@ -60,7 +60,7 @@ def loading(engine):
 
 
 def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
-    """Run work that no interrupt may leave half done, on the stream of this thread, which waits."""
+    """Run work(shield), which no interrupt may leave half done, in another thread, on the stream of this thread. This thread waits."""
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def run(shield: Shield) -> object:
@@ -73,7 +73,7 @@ def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
 
 
 def finish_reading(reader: SnapshotReader | None) -> BaseException | None:
-    """Wait for the reader of a snapshot, if one is under way. Return the error that ended it, if that was not raised before."""
+    """Wait for the reader of a snapshot, if any. Return the error that ended the reader, if this error was not raised before."""
     if reader is None or reader.was_told:
         return None
     try:

@@ -1,6 +1,6 @@
-"""The use of a snapshot by one reader, from its making until the reader ends it.
+"""The reader of an engine's snapshot, from the creation to the end of the snapshot.
 
-Knows an engine's snapshot, and what the engine does while a reader is under way. Must not know who reads, or where bytes go.
+Knows the snapshot, and the engine's duties while a reader is active. Must not know the calling code, or the destination of the bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SnapshotReader:
         self.error: BaseException | None = None
         self.was_told = False  # whether the error was raised somewhere
         self.over = threading.Event()
-        self.step_passed = threading.Event()  # or a thread waits for the reader: no record is left for a later step
+        self.step_passed = threading.Event()  # or a thread waits for the reader: the reader waits for no further step
         self._engine = engine
 
     def __enter__(self) -> SnapshotReader:
@@ -42,7 +42,7 @@ class SnapshotReader:
         return True
 
     def cancel(self) -> None:
-        """The reader does not begin. Nobody has to hear of it."""
+        """The reader will not begin. No error is raised anywhere."""
         self.was_told = True
         self.snapshot.give_up(RuntimeError("the snapshot was cancelled"))
         self.snapshot.close()
@@ -58,7 +58,7 @@ class SnapshotReader:
         self.tell()
 
     def hurry(self) -> None:
-        """A thread waits for the reader. Only the thread that trains can begin announced updates."""
+        """A thread waits for the reader: begin the updates that the reader needs. Only the training thread can do this."""
         if not self.over.is_set() and not self._engine.lifecycle.trains_elsewhere:
             self.pass_step()
 
@@ -70,7 +70,7 @@ class SnapshotReader:
             raise self.error
 
     def pass_step(self) -> None:
-        """A step passes: no record waits for another one. In the training thread."""
+        """A step passes, in the training thread: begin the updates that the reader needs. Records wait for no further step."""
         if self.over.is_set():
             return
         engine = self._engine
@@ -80,7 +80,7 @@ class SnapshotReader:
         self.step_passed.set()
 
     def abandon(self, error: BaseException) -> None:
-        """The training has failed with this error, and the reader fails, too."""
+        """The training has failed with this error. The reader fails, too."""
         if not self.over.is_set():
             self.snapshot.give_up(error)
             self.step_passed.set()

@@ -1,4 +1,4 @@
-"""The training state of an engine, as files of it are written and read: the door for `infinity/checkpoints/`.
+"""The training state of an engine, for saving and loading: the interface that `infinity/checkpoints/` uses.
 
 Knows every part of an engine that has state. Must not know checkpoints, files or formats of files.
 """
@@ -37,7 +37,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class ChunkInfo:
-    """One chunk. pieces: the parts of parameters in this rank's shard. names: of the parameters in it and its neighbours of one span."""
+    """One chunk. pieces: the parts of parameters in this rank's shard. names: of all parameters in the chunk's span."""
 
     index: int
     record: Record
@@ -54,10 +54,10 @@ class TrainingState:
         self.turn, self.ranks, self.device, self.config = engine.turn, engine.ranks, engine.device, engine.config
         self.manages = engine.manages
 
-    # When.
+    # Conditions.
 
     def ready_to_save(self, optimizer) -> None:
-        """Raises UsageError unless the state is one between two steps. It stays so until the next step begins."""
+        """Raise UsageError unless the engine is between two steps. Afterwards the state is constant until the next step begins."""
         save_window.ready_to_save(self._engine, optimizer)
 
     def ready_to_load(self, optimizer) -> None:
@@ -68,10 +68,10 @@ class TrainingState:
         return save_window.loading(self._engine)
 
     def shielded(self, work: Callable[[Shield], object]) -> object:
-        """Run what no interrupt may leave half done, in another thread, on the stream of this one."""
+        """Run work(shield), which no interrupt may leave half done, in another thread, on the stream of this thread."""
         return save_window.shielded(self.device, work)
 
-    # What there is.
+    # Parameters and chunks.
 
     @property
     def model(self) -> nn.Module:
@@ -117,7 +117,7 @@ class TrainingState:
 
     @property
     def seed(self) -> int | None:
-        """Of the random bits that round bf16 moments, or None where moments are fp32."""
+        """The seed of the random bits that round bf16 moments; None if moments are fp32."""
         return self._engine.updater.seed
 
     @seed.setter
@@ -136,17 +136,17 @@ class TrainingState:
 
     @property
     def last_save(self):
-        """What the reader of the last snapshot has noted for the next one. A load forgets it."""
+        """Data that the reader of the last snapshot has left for the next one. A load deletes the data."""
         return self._engine.last_save
 
     @last_save.setter
     def last_save(self, note) -> None:
         self._engine.last_save = note
 
-    # Records, to be saved.
+    # Saving of records.
 
     def snapshot(self, *, target: str, purpose: str, host_nbytes: int) -> SnapshotReader:
-        """A lease of all records as they are now. `ready_to_save` has waited for the reader before."""
+        """A lease of all records as they are now. `ready_to_save` has waited for the previous reader."""
         reader = SnapshotReader(self._engine, target=target, purpose=purpose, host_nbytes=host_nbytes)
         self._engine.saving = reader
         return reader
@@ -164,7 +164,7 @@ class TrainingState:
         """The segments of a record by name, 1-D on the host, inside the block."""
         return self._engine.values.shard(self._engine.registry.chunks[index], weight_only=weight_only)
 
-    # Records, to be replaced.
+    # Replacement of records.
 
     def filled(self, index: int) -> contextlib.AbstractContextManager[Shard]:
         """The segments of a record by name, all zero: the block fills them."""
@@ -172,7 +172,7 @@ class TrainingState:
 
     @contextlib.contextmanager
     def record_memory(self, index: int) -> Iterator[list[tuple[int, memoryview]]]:
-        """Memory for the bytes of a record, as [(offset in the record, buffer)]. The block fills it, and the record has these bytes then."""
+        """Memory for the bytes of a record, as [(offset in the record, buffer)]. The block fills the memory, which replaces the record."""
         engine = self._engine
         chunk, record = engine.registry.chunks[index], engine.registry.chunks[index].record
         if not chunk.on_device:
@@ -200,7 +200,7 @@ class TrainingState:
         self._engine.records.flush()
 
     def give_weight(self, param: nn.Parameter, value) -> None:
-        """Give a parameter a value: anything whose slices are 1-D tensors on the CPU."""
+        """Set a parameter's value, equal on all ranks. value: any object whose slices are 1-D tensors on the CPU."""
         self._engine.parameter_values.give(param, value)
 
     def free_memory(self) -> None:

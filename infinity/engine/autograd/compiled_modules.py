@@ -1,6 +1,6 @@
 """The hooks around each op of a model, also around modules that torch.compile has compiled.
 
-Knows modules, ops, and compiled modules. Must not know what a hook does.
+Knows modules, ops, and compiled modules. Must not know the work of a hook.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.tiers.chunk_state import Registry
 from infinity.tiers.span_state import DeviceTier
 
 
-_KEY = "infinity"  # of traced hooks. torch.compile would guard a number, which differs by module, and compile each module separately
+_KEY = "infinity"  # key of traced hooks. A number per module would make torch.compile guard the number, and compile each module separately
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called")
 
 
@@ -37,7 +37,7 @@ class Hooked(NamedTuple):
 class OpHooks(NotCopied):
     """Calls before(module, args, kwargs) and after(module, args, output) around each call of an op. Holds no module.
 
-    If the module is compiled, both get the CompiledCall or wrapper in its place: [Note: compiled regions] in compiled.py.
+    For a compiled module, both get the CompiledCall or the wrapper instead of the module: [Note: compiled regions] in compiled.py.
     """
 
     def __init__(self, registry: Registry, tier: DeviceTier, before: Callable, after: Callable):
@@ -131,14 +131,14 @@ class OpHooks(NotCopied):
         return None if torch.compiler.is_compiling() else self.after(module, args, output)
 
     def _compile(self, reference: weakref.ref, *args, **kwargs) -> None:
-        """`module.compile`"""
+        """Replaces `module.compile`."""
         module = reference()
         self._check_room(module, self._ops[id(module)].name)
         type(module).compile(module, *args, **kwargs)
         self._compiled(module, self._ops[id(module)])
 
     def _compiled(self, module: nn.Module, op: Op) -> Op:
-        """The module is compiled as one from now on. Returns its new op."""
+        """The module is compiled as one region from now on. Returns the new op."""
         self._check_room(module, op.name)
         note_region(module)
         op = op_of(module, op, self.registry)
@@ -148,12 +148,12 @@ class OpHooks(NotCopied):
         return op
 
     def _check_room(self, module: nn.Module, name: str) -> None:
-        """Raise BudgetError if the device has no room for all its parameters at once."""
+        """Raise BudgetError if the device has no room for all parameters of the module at once."""
         spans = {self.registry.span_of(state) for param in module.parameters() if (state := self.registry.find(param)) is not None}
         nbytes = sum(span.nbytes for span in spans if not span.pinned)
         if nbytes > self.tier.limit_nbytes:
             raise BudgetError(
-                f"{name} is compiled as one, and needs all its weights at once: {format_bytes(nbytes)}. But device_memory has "
+                f"{name} is compiled as one region, and needs all its weights at once: {format_bytes(nbytes)}. But device_memory has "
                 f"{format_bytes(self.tier.limit_nbytes)} for weights. Compile smaller modules, such as each block by itself, or raise "
                 f"device_memory. The engine plans room for modules that are compiled before the optimizer is made."
             )

@@ -1,7 +1,7 @@
-"""The hooks of modules and parameters: before and after forward, when a gradient is known, and when it has been accumulated.
+"""Hooks of modules and parameters: before and after forward, before a gradient is accumulated, and after.
 
-Knows modules, hooks, and inputs and outputs of the outermost module. Must not know tiers or plans: it reports calls and gradients to the
-step cycle.
+Knows modules, hooks, and inputs and outputs of the outermost module. Must not know tiers or plans: the hooks report calls and gradients to
+the step cycle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.tiers.parameter_state import ParameterState
 
 
 class Hooks(NotCopied):
-    """All hooks of one model. Holds no module, because graphs hold the hooks, and a loss would keep the model alive."""
+    """All hooks of one model. They hold no module: graphs hold the hooks, and a loss would keep the model alive."""
 
     def __init__(self, cycle: StepCycle, model: nn.Module):
         self.cycle = cycle
@@ -61,7 +61,7 @@ class Hooks(NotCopied):
         phase, calls = self._next_phase(module), self.calls
         op = self.op_hooks.op_of(module)
         if op is None or (calls.frames and calls.frames[-1].op is op and calls.frames[-1].module is not module):
-            return None  # the hook of its wrapper or CompiledCall has run
+            return None  # the hook of the module's wrapper or CompiledCall has run
         outermost = not calls.frames and phase == FORWARD
         if outermost:
             self._begin_forward(args, kwargs)
@@ -200,12 +200,12 @@ class Hooks(NotCopied):
         with DisableTorchFunctionSubclass():
             grad = get_grad(param)
             set_grad(param, None)
-        if grad is None:  # an earlier hook of the program has dropped it
+        if grad is None:  # an earlier hook of the program has dropped the gradient
             return
         if grad.dtype is not state.placeholder.dtype:
             raise UsageError(
-                f"{state.name} has a gradient in {grad.dtype}, but the engine keeps it in {state.placeholder.dtype}. Choose the dtype in "
-                f"infinity.Config, not with model.to() or model.float()."
+                f"{state.name} has a gradient in {grad.dtype}, but the engine keeps this gradient in {state.placeholder.dtype}. Choose the "
+                f"dtype in infinity.Config, not with model.to() or model.float()."
             )
         refuse_sparse(state, grad)
         self.cycle.backward.gradient(state, grad)

@@ -1,11 +1,11 @@
-"""The running calls of a model's ops in a thread: the weights that each call holds, and how a call ends.
+"""The running calls of a model's ops in a thread: the weights that each call holds, and the end of a call.
 
-Knows spans, and the follower that brings them. Must not know when a step begins, what happens to gradients, or the hooks of a module.
+Knows spans, and the plan follower that fetches them. Must not know when a step begins, the use of gradients, or the hooks of a module.
 """
 
 # [Note: when a call needs a weight]
-# In forward, also when activation checkpointing repeats a forward: from the pre-hook to the post-hook of the module that owns the weight.
-# A parameter that another op reads by name is fetched for each function that reads it (parameter_reads.py).
+# In forward, the call needs the weight from the pre-hook to the post-hook of the module that owns the weight. So does a repeated forward of
+# activation checkpointing. A parameter that another op reads by name is fetched for each reading function (parameter_reads.py).
 # In backward: see [Note: when backward needs a weight] in saved_tensors.py.
 #
 # [Note: calls that are over]
@@ -48,7 +48,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
 
-_CALL = "_call_impl"  # in the name of nn.Module's function, and of the function that torch.compile makes from it
+_CALL = "_call_impl"  # in the name of nn.Module's function, and of the function that torch.compile makes of this function
 _CALLS_IT = "_wrapped_call_impl"
 assert {_CALL, _CALLS_IT} <= vars(nn.Module).keys(), f"this torch has no nn.Module.{_CALL}: see [Note: calls that are over]"
 
@@ -72,7 +72,7 @@ class Calls:
         self.frames: list[Frame] = []
         self.thread: int | None = None  # the thread that called the model last
         self.recording = False  # the current or last outermost forward builds a graph
-        self.touched: set[ParameterState] | None = None  # parameters that a micro-batch has used in a segment, if someone asks
+        self.touched: set[ParameterState] | None = None  # parameters that a micro-batch has used in the current segment; None in ordinary steps
         self.loss = LossFunction()
         self.reads = ParameterReads(self)
         self.backward = BackwardHolds(self)
@@ -155,7 +155,7 @@ class Calls:
             if frame.pushed and frame.task == _current_graph_task_id():
                 _pop_saved_tensors_default_hooks()
             if frame.op.whole and frame.spans and autograd_runs():
-                self.backward.keep_leaf(frame.op)  # backward of the leaf follows, and each rank computes with other parts of it
+                self.backward.keep_leaf(frame.op)  # backward of the leaf follows, and ranks may use different parts of the leaf
             self._release_frame(frame, self._escaping(output) if (frame.spans or frame.viewed) and frame.module is module else ())
             if frame.module is module:
                 break
@@ -174,7 +174,7 @@ class Calls:
                 self.weights.release(span)
 
     def _escaping(self, output) -> set[SpanState]:
-        """Spans of which the output contains a view. A parameter is fetched again by the next function that reads it; a view cannot be."""
+        """Spans of which the output contains a view. A view, unlike a parameter, cannot be fetched again by the next function that reads it."""
         views = [tensor for tensor in tensors_in(output) if not isinstance(tensor, nn.Parameter)]
         return {span for tensor in views if (span := self.registry.owner(tensor)) is not None}
 
@@ -273,7 +273,7 @@ class Calls:
         return before
 
     def end_all(self) -> None:
-        """All calls of the thread are over, for whatever reason."""
+        """All calls of the thread are over, with or without an error."""
         while self.frames:
             self.end(self.frames[-1].module, None, of_any_thread=True)
 
@@ -318,7 +318,7 @@ class Calls:
 
 
 def live_calls() -> Counter[nn.Module] | None:
-    """The running calls of each module in this thread. None if a compiled call does not tell its module."""
+    """The number of running calls of each module in this thread. None if a compiled call does not show its module."""
     found: Counter[nn.Module] = Counter()
     frame = sys._getframe()
     while frame is not None:

@@ -74,7 +74,7 @@ class Frame:
         self.params: Sequence[ParameterState] = ()
         self.packed: set[int] = set()
         self.read: set[int] = set()
-        self.pushed = False  # the saved-tensor hooks, in the graph task `task`. Autograd removes them when that task ends
+        self.pushed = False  # whether saved-tensor hooks were pushed, in graph task `task`. Autograd removes them when the task ends
         self.task, self.thread = _current_graph_task_id(), threading.get_ident()
 
     def hold(self, params: Sequence[ParameterState]) -> None:

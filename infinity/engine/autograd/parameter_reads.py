@@ -92,13 +92,13 @@ class ParameterReads:
                 self.weights.release(span)
 
     def _may_be_view(self, value) -> bool:
-        """Whether a value may be a view of a parameter's storage. The parameter itself is none."""
+        """Whether a value may be a view of a parameter's storage. The parameter itself is no view."""
         if isinstance(value, torch.Tensor):
             return self.registry.find(value) is None and self.registry.owner(value) is not None
         return not isinstance(value, _PLAIN)
 
     def _count(self, state: ParameterState) -> None:
-        """Count one use of a parameter, unless the current op or an outer one has counted it: its gradient is expected."""
+        """Expect one gradient more of a parameter, unless the current op or an outer op has counted this use."""
         frames, touched = self.calls.frames, self.calls.touched
         if not any(state in frame.op.params or state.index in frame.read for frame in reversed(frames)):
             if frames:

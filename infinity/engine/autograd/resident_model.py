@@ -1,6 +1,6 @@
 """Hooks of a model whose parameters never leave the device: they only look for calls of an outermost module.
 
-Knows and must not know the same as hooks.py. The first op after a step brings all parameters to their storage, and autograd saves them itself.
+Depends on the same modules as hooks.py. The first op after a step brings all parameters to their storage. Autograd saves them itself.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def _stays(cycle: StepCycle) -> bool:
     """Whether no op of the model needs the engine once all parameters are on the device."""
     registry = cycle.registry
     return (
-        cycle.ranks.world == 1
+        not cycle.ranks.are_several
         and all(span.pinned for span in registry.spans)
         and all(chunk.on_device for chunk in registry.chunks)
         and not any(state.written_in_forward for state in registry.params)
         and cycle.calls.activations is None
-        and not any(chunk.chunk.format.needs_loss_scale for chunk in registry.chunks)  # the outermost module is scaled, also when recomputed
+        and not any(chunk.chunk.format.needs_loss_scale for chunk in registry.chunks)  # a loss scale needs hooks, also in recomputations
         and cycle.events.timeline is None
     )
 
 
 class ResidentHooks(Hooks):
-    """Only outermost calls have a frame. They hold all parameters, and their ops need no spans."""
+    """Only outermost calls have a frame. An outermost call holds all parameters, and needs no spans."""
 
     @torch._dynamo.disable
     @uninterrupted

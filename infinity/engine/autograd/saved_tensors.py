@@ -1,4 +1,4 @@
-"""Weights among autograd's saved tensors: the handles that are saved in their place, and the spans that a backward pass holds.
+"""Weights among autograd's saved tensors: the handles that replace weights, and the spans that a backward pass holds.
 
 Knows autograd's saved tensors, spans and handles. Must not know modules, plans or tiers.
 """
@@ -41,7 +41,7 @@ class HandleNeed(Need):
         super().__init__(handle, callback)
         self.span = handle.span
         self.holding = False
-        self.node: tuple[int, int] | None = None  # (backward pass, graph node) that has unpacked the handle last
+        self.node: tuple[int, int] | None = None  # the last (backward pass, graph node) that has unpacked the handle
 
 
 class WeightHandle:
@@ -51,7 +51,7 @@ class WeightHandle:
 
     def __init__(self, dropped: deque[HandleNeed], op: Op | None, span: SpanState, tensor: torch.Tensor):
         self.op = op
-        self.leaf = op if op is not None and op.whole and span in op.spans else None  # fetched as a whole
+        self.leaf = op if op is not None and op.whole and span in op.spans else None  # backward fetches all spans of a leaf
         self.span = span
         with DisableTorchFunctionSubclass():
             self.tensor = tensor.detach()
@@ -119,11 +119,11 @@ class BackwardHolds:
     def __init__(self, calls):
         self.calls = calls
         self.weights, self.timeline = calls.weights, calls.timeline
-        self.leaf: Op | None = None  # whose backward comes next
+        self.leaf: Op | None = None  # the leaf whose backward comes next
         self._until_next: list[SpanState] = []  # held until the next event
         self._params_until_next: list[ParameterState] = []
-        self._needs: list[HandleNeed] = []  # all that are holding, and some that were
-        self._aside: list[HandleNeed] = []  # they hold again when the recomputation for their node is over
+        self._needs: list[HandleNeed] = []  # all needs that hold spans, and some that no longer hold one
+        self._aside: list[HandleNeed] = []  # these hold again when the recomputation for their node is over
 
     @uninterrupted
     def restore(self, handle: WeightHandle) -> torch.Tensor:
@@ -210,7 +210,7 @@ class BackwardHolds:
             self.timeline.begin(BACKWARD, op.name if op is not None else "outside of all modules")
 
     def _release_earlier(self, task: int, node: int) -> None:
-        """Release spans that earlier nodes of this backward pass have unpacked, and a retained graph keeps alive."""
+        """Release spans that earlier nodes of this backward pass have unpacked. A retained graph keeps their handles alive."""
         if self._needs:
             self._release_where(lambda need: need.node[0] == task and need.node[1] != node)
 

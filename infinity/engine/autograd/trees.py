@@ -1,6 +1,6 @@
 """Inputs and outputs of modules: tensors in nested tuples, lists, dicts and dataclasses.
 
-Knows containers. Must not know what the tensors are for.
+Knows containers. Must not know the use of the tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 def parts_of(value) -> list:
-    """The items of nested tuples, lists and dicts; the value itself if it is none."""
+    """The items of nested tuples, lists and dicts. Any other value is one item."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, (tuple, list)):
@@ -25,7 +25,7 @@ def parts_of(value) -> list:
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts and dataclasses; the value itself if it is a tensor."""
+    """The tensors in nested tuples, lists, dicts and dataclasses, or a tensor alone."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -61,7 +61,7 @@ def map_tensors(value, function):
 def flatten(value) -> tuple[list, Callable[[Sequence], object]]:
     """The leaves of a value, and a function that builds the same containers around other leaves.
 
-    Containers are those that torch's pytree knows, and dataclasses, nested. The function may live longer, and holds none of the leaves.
+    Containers: those that torch's pytree knows, and dataclasses, nested. The function may live longer than the leaves, and holds none of them.
     """
     if _is_record(value):
         names = [field.name for field in dataclasses.fields(value)]
@@ -133,7 +133,7 @@ def _items(value) -> Iterable:
 
 
 def _is_record(value) -> bool:
-    """Whether it is a dataclass with tensors and a `__dict__` that torch's pytree does not know."""
+    """Whether the value is a dataclass with tensors and a `__dict__` that torch's pytree does not know."""
     if not dataclasses.is_dataclass(value) or isinstance(value, (type, dict, torch.nn.Module)) or type(value) in pytree.SUPPORTED_NODES:
         return False
     return hasattr(value, "__dict__") and bool(tensors_in(value))

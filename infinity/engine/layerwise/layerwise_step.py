@@ -88,7 +88,7 @@ class LayerwiseStep:
     @property
     def may_begin_anew(self) -> bool:
         """Whether the step may begin anew after a failure: it is cut, no weight is updated, and there is no other rank."""
-        return not self._updates and self.num > 1 and self.is_cut and self.engine.ranks.world == 1
+        return not self._updates and self.num > 1 and self.is_cut and not self.engine.ranks.are_several
 
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
         """Run all forward and backward passes. works: the forward passes. streams: their random numbers, changed to the last states."""
@@ -177,7 +177,7 @@ class LayerwiseStep:
                 self.limits.note(_conflict(*found))
             if (found := self.buffer_conflicts.check(micro)) is not None:
                 self.limits.note(f"{_attribute_name(*found)} is written in several parts of the model, and by other micro-batches in between")
-        if (micro.thread.is_over or self.engine.ranks.world == 1) and self.limits.agree(self.blocks, self.engine.ranks):
+        if (micro.thread.is_over or not self.engine.ranks.are_several) and self.limits.agree(self.blocks, self.engine.ranks):
             raise RestartStep
 
     def check_params(self, block: nn.Module) -> None:

@@ -1,12 +1,12 @@
-"""Estimates how much layer-wise accumulation would shorten a step, and reports it once.
+"""An estimate of the step time with layer-wise accumulation, and a message that reports the estimate once.
 
 Knows clocks and the meters of links. Must not know modules, chunks or plans.
 """
 
-# [Note: what a step by layer would take]
+# [Note: the time of a layer-wise step]
 # In an ordinary step of several micro-batches, each pass reads the weights that no faster tier keeps. A pass between the first and the last one
 # reads nothing else. So the fewest bytes of any pass are the bytes of these weights. Layer-wise, only one pass of a step reads them. The step
-# saves the drive time of the other passes, but at most the time that it has waited for the drives.
+# saves the drive time of the other passes, but at most the time that the training thread has waited for drives.
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""The trial of a new division of device memory: whether the steps after it are longer than the step before.
+"""The trial of a new division of device memory: a comparison of the step times before and after.
 
 Knows clocks and the shapes of inputs. Must not know the parts of the division.
 """
 
 # [Note: when a division has failed]
 # Step times vary. So a division fails after two longer steps in a row, of which the second is also longer than the step before the division.
-# All these steps have the same inputs. A record on the device can lengthen steps, if it displaces bytes that then come from a slow drive:
-# 5.1, 6.6, 8.0, 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an evaluation, the length of a step is
-# unknown, and no division is on trial.
+# All these steps have the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow
+# drive: consecutive steps of 5.1, 6.6, 8.0 and 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an
+# evaluation, the length of a step is unknown, and no division is on trial.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AllocationTrial:
     def __init__(self):
         self.num_failed = 0
         self._began: float | None = None  # start of the current step
-        self._inputs = 0  # hash of the shapes of its passes
+        self._inputs = 0  # hash of the input shapes of the step's passes
         self._last = 0, 0.0  # (inputs, seconds) of the last step
         self._steps: list[tuple[int, float]] = []  # the step before the division, and the steps after
 
@@ -57,7 +57,7 @@ class AllocationTrial:
         return is_longer and all(each == inputs[0] for each in inputs[-3:])
 
     def begin(self, is_new: bool) -> None:
-        """A division was made after the last step. is_new: it differs from the one before."""
+        """A division was made after the last step. is_new: the division differs from the previous one."""
         self._steps = [self._last] if is_new else []
 
     def fail(self) -> None:

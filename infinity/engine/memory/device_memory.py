@@ -1,27 +1,27 @@
-"""The engine's share of device memory: measures activations, and divides the rest among spans, records and waiting gradients.
+"""The engine's share of device memory: measured activations, and the division of the rest among spans, records and waiting gradients.
 
-Knows budgets, spans and the homes of records. Must not know ops, the value of a gradient, or the arithmetic of an update. The training
-thread calls it, on all ranks at the same points.
+Knows budgets, spans and the homes of records. Must not know ops, the value of a gradient, or the arithmetic of an update. All calls
+come from the training thread, on all ranks at the same points.
 """
 
 # [Note: the device budget]
 # The memory of activations and workspaces is known only after ops have run. So the first step runs on the least memory that the engine
 # needs, and so does a step whose inputs are much larger than before. Meanwhile the engine reads the allocator's peak in each op and
 # subtracts its own bytes. After the step, the engine takes the memory that the ops leave free.
-# The plan keeps weights there. If all weights fit, records follow, those of the first spans first: their gradients come last and their
-# weights are needed first, so no other work could hide their update. They are updated on the device. Each record keeps its place in
-# its home, host memory or NVMe, and returns there when inputs grow.
+# The plan keeps weights in this memory. If all weights fit, records visit the device, beginning with the first spans. No other work could hide
+# the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting record
+# keeps its place at home, in host memory or on NVMe, and returns there when inputs grow.
 # Gradients that wait for step(), and have no place in host memory, come before records. They stay until their update begins. In a step of
-# several passes, gradients that have arrived come to the device after the first pass. Host memory has places for gradients before it has
-# homes for visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if host memory and NVMe are
-# too small for the model, the first records live on the device from the start.
+# several passes, gradients that have arrived come to the device after the first pass. In host memory, places for gradients come before homes
+# of visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if host memory and NVMe are too
+# small for the model, the first records live on the device from the start.
 #
 # A failed allocation, of the engine or the program, shows that ops need more than was measured. Before the next pass all records and
 # gradients go home, and that step is measured again. So a program that catches the error and repeats the step has all the memory.
-# They also go home if the division made steps longer ([Note: when a division has failed] in allocation_trial.py), until inputs grow.
+# The same happens, until inputs grow, if the division made steps longer ([Note: when a division has failed] in allocation_trial.py).
 #
-# It does not pay to send records from the host to the device for their update only, if the memory bandwidth of the host bounds both. On a
-# host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
+# Records that move from the host to the device only for their update save no time if the host's memory bandwidth bounds both ways. On a host
+# of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
 
 SLACK = 0.05  # part of the device memory that is left to gaps between the allocator's blocks
-GROWTH_EXPONENT = 2  # of an op's memory in the size of the inputs, as for attention
+GROWTH_EXPONENT = 2  # an op's memory grows with this power of the input size, as for attention
 
 
 class DeviceBudget:
     """Divides the engine's device memory among spans, records, and gradients that wait for step().
 
-    gauge: of the device's memory, None on the CPU. bound_nbytes: most bytes of the engine; None if only activations bound them.
+    gauge: measures device memory; None on the CPU. bound_nbytes: most bytes of the engine; None if only activations bound them.
     """
 
     def __init__(self, weights: Weights, gradients: Gradients, placement: Placement, gauge, *, bound_nbytes: int | None):
@@ -65,7 +65,7 @@ class DeviceBudget:
         self._growing: list[tuple[bool, Shapes]] = []  # new inputs of the current step
         self._measures = False  # whether the current step is measured
         self._op: Hashable = None
-        self._held_nbytes = 0  # by the engine when the op began
+        self._held_nbytes = 0  # bytes of the engine when the op began
         self._needs_division = True
         self._num_failures = gauge.num_failures() if gauge is not None else 0  # failed allocations so far
         self.trial = AllocationTrial()
@@ -109,9 +109,9 @@ class DeviceBudget:
             self._measures = True
 
     def redivide(self, *, by_step: bool) -> bool:
-        """A step is over: divide the memory that its activations left free. Returns whether a new plan is needed.
+        """A step is over: divide the memory that activations left free. Returns whether a new plan is needed.
 
-        by_step: step() has ended it, so that its length is known.
+        by_step: step() has ended the step, so the length is known.
         """
         is_longer = self.trial.step_done()
         if not self._needs_division:
@@ -189,7 +189,7 @@ class DeviceBudget:
         return int(self.ranks.least([budget])[0])
 
     def _visitors(self, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Spans whose records shall be on the device, and spans whose gradients only, each with its bytes there."""
+        """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there."""
         return planner.share_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -217,7 +217,7 @@ class DeviceBudget:
         self._op, self._held_nbytes = key, held
 
     def _divide(self) -> None:
-        """Spans that come and go get the memory that records and waiting gradients leave."""
+        """Give spans that come and go the memory that records and waiting gradients leave."""
         taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
         if not self.placement.pinned:
             taken += sum(span.nbytes for span, _ in self.promoted)
@@ -225,7 +225,7 @@ class DeviceBudget:
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
     def _retreat(self) -> None:
-        """Leave to activations all memory but the least that the engine needs."""
+        """Reduce the engine to the least device memory that works. Activations get the rest."""
         while self.promoted:
             self._demote()
         self._send_gradients(list(self.staying))
@@ -260,7 +260,7 @@ class DeviceBudget:
         """From now on gradients of these spans leave the device."""
         if spans:
             self.gradients.drain()
-            self.updater.drain()  # it may be summing the squares of one
+            self.updater.drain()  # the update lane may sum the squares of such a gradient
         for span in spans:
             for chunk in self._may_stay(span):
                 self.gradients.leave_device(chunk)

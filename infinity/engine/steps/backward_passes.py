@@ -130,7 +130,7 @@ class BackwardPasses:
             return
         chunks = self.registry.chunks_of(state)
         for chunk in chunks:
-            if chunk.update.is_early or (self.ranks.world > 1 and chunk in self.updates.ready):  # other ranks may have updated the chunk
+            if chunk.update.is_early or (self.ranks.are_several and chunk in self.updates.ready):  # other ranks may have updated the chunk
                 raise UsageError(late_gradient(state.name))
             self.updater.finish(chunk)
         if self.micro_batches.withhold(state, grad):
@@ -143,7 +143,7 @@ class BackwardPasses:
                 if chunk.gradient.complete_one():  # no op of this pass needs the weights again
                     self.weights.expect_no_copy(chunk)
                     self.completed.note(self.state.num_backwards, chunk)
-                    if self.ranks.world == 1:
+                    if not self.ranks.are_several:
                         self.updates.gradient_complete(chunk)
         elif state.arrivals > state.expected:
             for chunk in chunks:
@@ -214,7 +214,7 @@ class BackwardPasses:
             chunk.gradient.expect(0)
             if chunk.gradient.job is not None:
                 self.weights.expect_no_copy(chunk)
-                if self.ranks.world == 1:  # on several ranks, each micro-batch has reduced its gradients: the plan must not do so
+                if not self.ranks.are_several:  # on several ranks, each micro-batch has reduced its gradients: the plan must not do so
                     self.completed.note(self.state.num_backwards, chunk)
                 self.updates.gradient_complete(chunk)
         self.updates.begin_ready()
@@ -225,7 +225,7 @@ class BackwardPasses:
 
         All ranks must make this call.
         """
-        if self.ranks.world == 1:
+        if not self.ranks.are_several:
             return []
         has_gradients, found = self.reductions.reduce_all(self.state.has_gradients)
         if has_gradients:

@@ -35,7 +35,7 @@ class GradientReductions:
         A gradient that some rank never gets is left to the end of the pass, where all ranks have one order. The same holds for a chunk whose
         span autograd still needs on some rank, because the op may bring more of the gradient.
         """
-        if self.ranks.world == 1 or not self.course.in_backward:
+        if not self.ranks.are_several or not self.course.in_backward:
             return
         complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in self.chunks]
         for chunk, is_complete, is_empty in zip(self.chunks, *self._agree(complete, self._empty(), is_over=False)):

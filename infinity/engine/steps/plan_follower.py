@@ -133,7 +133,7 @@ class PlanFollower:
         trace, course.trace = course.trace, []
         if not trace:
             return
-        if self.ranks.world > 1:
+        if self.ranks.are_several:
             digest = zlib.crc32(repr((trace, reductions, updates)).encode())
             if not self.ranks.agree(digest):
                 course.forget()
@@ -167,7 +167,7 @@ class PlanFollower:
             slots_ahead=self.slots_ahead,
             slots_of=self._slots_of(range(len(self.registry.spans))),
             keep=self.keep,
-            reductions=reductions if self.ranks.world > 1 else (),
+            reductions=reductions if self.ranks.are_several else (),
             updates=updates,
             span_of={chunk.index: chunk.span.index for chunk in self.registry.chunks},
             states_ahead=self.states_ahead,

@@ -80,7 +80,7 @@ class StepCycle:
         self.param_grads = ParamGrads(self._trainable, self._norm_of_all, ranks)
         self.expected = ExpectedGradients(self.registry.params)
         self.completed = CompletedGradients(self.course, self.updater, self.registry, ranks)
-        who = f"{ranks.name}, " if ranks.world > 1 else ""
+        who = ranks.label
         self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self.backward = BackwardPasses(self)
 

@@ -39,11 +39,11 @@ def transfers(arguments) -> int:
     check_plot(arguments.plot, "--plot")
     with contextlib.ExitStack() as stack:
         device, ranks = stack.enter_context(probes.launched(arguments.device))
-        if link in RANK_LINKS and ranks.world == 1:
+        if link in RANK_LINKS and not ranks.are_several:
             raise UsageError(f"{link} needs two devices: run `torchrun --nproc-per-node 2 -m infinity bench {link}`, a process per device")
         _check_memory(link, sizes[-1], device, ranks)
         # Rank 0 alone measures the links of one process. The other ranks wait.
-        first = ranks.rank == 0
+        first = ranks.is_first
         if first:
             progress = stack.enter_context(Progress())
             paths = _paths(arguments, stack) if link in NVME_LINKS else ()

@@ -87,10 +87,10 @@ def overlap(arguments) -> int:
             for chunk_mib in arguments.chunk_mib:
                 with Bench(arguments, device, chunk_mib, ranks.world) as bench:
                     for depth in arguments.depth:
-                        if ranks.rank == 0:
+                        if ranks.is_first:
                             progress.show(f"chunks of {chunk_mib:g} MiB, {depth} ahead", last=True)
                         rows.append(bench.measure(depth, arguments.repeats))
-        if ranks.rank == 0:
+        if ranks.is_first:
             head = {"device": str(device), "world": ranks.world, "layers": arguments.layers, "repeats": arguments.repeats}
             report = head | {"balanced": arguments.balance, "hint": hint_of(rows), "rows": rows}
             give(report, text(report), arguments.json, arguments.output)

@@ -26,7 +26,7 @@ from infinity.errors import SwapError
 from infinity.model.gpt import Block
 from infinity.optim.adam import AdamScalars, adam_step
 from infinity.optim.optimizers import AdamW
-from infinity.plan.packing import BLOCK_NUMEL
+from infinity.plan.partition import BLOCK_NUMEL
 from infinity.system.arena import Arena
 from infinity.system.capacity import device_of
 from infinity.system.ranks import Ranks

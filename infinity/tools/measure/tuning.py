@@ -104,15 +104,15 @@ def calibrate(arguments) -> int:
         raise ConfigError("calibrate measures one node: run it on one node, then add `nodes` and `network_gbps` to [machine] in the file")
     with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
         found, others = [], OtherProcesses()
-        if ranks.rank == 0:
+        if ranks.is_first:
             found = [_Path(path, stack.enter_context(probe_in(path))) for path in paths]
             _find_settings(found, progress)
         ranks.barrier()
         links = _links(device, ranks, progress)
-        if ranks.rank == 0:
+        if ranks.is_first:
             machine = _machine(device, ranks.world, found, links, known)
             progress.finish()
-            warned = _warnings(found, links, others.num_cores() if ranks.world == 1 else 0.0)
+            warned = _warnings(found, links, others.num_cores() if not ranks.are_several else 0.0)
             give(_report(output, machine, found, links, warned), _text(found, links, ranks.world), arguments.json)
             for text in warned:
                 print(f"infinity: warning: {text}", file=sys.stderr)
@@ -265,14 +265,14 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
 
     def of_one(text: str, work: Callable[[], float]) -> float:
         show(text)
-        return ranks.most([work() if ranks.rank == 0 else 0.0])[0]
+        return ranks.most([work() if ranks.is_first else 0.0])[0]
 
     def of_all(text: str, work: Callable[[], float], slowest=ranks.least) -> float:
         show(text)
         return slowest([work()])[0]
 
     def show(text: str) -> None:
-        if ranks.rank == 0:
+        if ranks.is_first:
             progress.show(f"{text}, {title}", last=True)
         ranks.barrier()
 
@@ -283,7 +283,7 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
     def copies(to_device: bool) -> probes.Copies:
         return probes.Copies(device, LINK_NBYTES, to_device=to_device)
 
-    cuda, several = device.type == "cuda", ranks.world > 1
+    cuda, several = device.type == "cuda", ranks.are_several
     yield "memory", of_one("host memory", probes.memory_rate)
     yield "update", of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu")))
     yield "product", of_one("products on the device", lambda: probes.product_rate(device))

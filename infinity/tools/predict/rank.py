@@ -151,7 +151,7 @@ class Rank:
             slots_ahead=slots_ahead,
             slots_of={span.index: sum(chunk.homes[WEIGHTS].is_storage for chunk in span.chunks) for span in self.spans},
             keep=self.step.keep,
-            reductions=completed if self.layout.world > 1 else (),
+            reductions=completed if self.layout.partition.is_shared else (),
             updates=early,
             span_of={chunk.index: chunk.span for chunk in self.layout.chunks},
             states_ahead=states_ahead,
@@ -198,7 +198,7 @@ class Updates:
             chunk.weights_expected = False
             if chunk.span.presence != "fetching":
                 self.records.drop(chunk, WEIGHTS)
-            if rank.layout.world == 1:
+            if not rank.layout.partition.is_shared:
                 self._ready(chunk)
         self.update_waiting()
         while self.under_way > rank.placement.under_way_nbytes:
@@ -210,7 +210,7 @@ class Updates:
         chunk.missing -= 1
         self._num_arrivals += 1
         chunk.gradient_number = self._num_arrivals
-        if self.rank.layout.world > 1:
+        if self.rank.layout.partition.is_shared:
             return
         if chunk.homes[STATES].is_device:
             chunk.gradient = Flag(True)
@@ -227,7 +227,7 @@ class Updates:
         self.under_way += chunk.nbytes
         chunk.reduced = True
         scattered = self.gg.push(work())
-        chunk.gradient = self.gc.push(self._run_collect(chunk, chunk.nbytes // self.rank.layout.world, chunk.nbytes, scattered))
+        chunk.gradient = self.gc.push(self._run_collect(chunk, chunk.nbytes // self.rank.layout.partition.world, chunk.nbytes, scattered))
         self._ready(chunk)
 
     def _run_collect(self, chunk: PlayedChunk, nbytes: int, leaving: int, before: Flag):
@@ -312,7 +312,7 @@ class Updates:
     def finish_step(self):
         rank = self.rank
         for chunk in rank.chunks:
-            if rank.layout.world > 1 and chunk.trainable and not chunk.reduced:  # gradients that were complete only after the last op
+            if rank.layout.partition.is_shared and chunk.trainable and not chunk.reduced:  # gradients that were complete only after the last op
                 self.reduce(chunk)
             chunk.reduced = False
         self.update_waiting()
@@ -427,7 +427,7 @@ class Weights:
             self.records.unpin(chunk, WEIGHTS, request.entry)
 
     def _gather(self, span: PlayedSpan) -> None:
-        if self.rank.layout.world == 1 or span.presence != "fetching":
+        if not self.rank.layout.partition.is_shared or span.presence != "fetching":
             return
         for chunk in span.chunks:
             if chunk.gathered.raised:

@@ -57,7 +57,7 @@ def simulate(
 ) -> Simulation:
     """Simulate steps until two steps in a row differ by at most 1 %. The last step counts. records: of the rank. on_device: spans with records
     on the device. compresses: NVMe holds coded bytes. Raises ConfigError if a rate is unknown, such as that of collectives."""
-    return _Training(Rank(layout, records, placement, step, Links(machine, layout.world), frozenset(on_device), compresses)).run()
+    return _Training(Rank(layout, records, placement, step, Links(machine, layout.partition.world), frozenset(on_device), compresses)).run()
 
 
 class _Training:
