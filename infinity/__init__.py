@@ -9,9 +9,9 @@ from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
 from infinity.engine.construction import init
 from infinity.engine.description import Description, describe
-from infinity.engine.engine import Engine, gathered, offload
-from infinity.engine.engines import engine_of
+from infinity.engine.engine import Engine
 from infinity.engine.layerwise.accumulate import accumulate
+from infinity.engine.offload import engine_of, gathered, offload
 from infinity.engine.steps.no_sync import no_sync
 from infinity.engine.trace_file import save_trace
 from infinity.errors import BudgetError, CheckpointError, ConfigError, NonFiniteError, PeerError, SwapError, UsageError

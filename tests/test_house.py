@@ -223,9 +223,10 @@ def test_a_long_file_says_at_its_head_why(name):
 
 
 # Lines, and methods of a class or arguments of a function but for self. Names are those inside of a module, so that a move changes nothing.
-MOST = {"class": (350, 30), "function": (60, 8)}
+MOST = {"class": (300, 30), "function": (60, 8)}
 TOO_LARGE = {
     "class": {
+        "Ranks": (300, 33),
     },
     "function": {
         "_adam": (65, 23),

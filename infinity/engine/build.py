@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +35,8 @@ from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.storage import Extent, Storage, make_storage
-from infinity.system.swap_directory import reclaim, room_nbytes
+from infinity.system.swap_directory import room_nbytes
+from infinity.system.swap_owner import reclaim
 from infinity.tiers.activations import Activations
 from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.compression import Compressor
@@ -76,6 +78,37 @@ class Assembly:
     freed: Freed
     ahead: ReadAhead | None = None
     tiers: tuple[Tier, ...] = ()
+
+    def lanes(self) -> list[Lane]:
+        """The lanes that may wait for other ranks, or for a device."""
+        lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
+        return lanes + ([self.activations.copies, self.activations.store.writer] if self.activations is not None else [])
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread still works after the end of the engine."""
+        return any(lane.is_stuck for lane in self.lanes())
+
+    def give_up(self, error: BaseException) -> None:
+        """A rank has failed: all threads of this rank stop waiting for work that needs all ranks."""
+        for lane in self.lanes():
+            lane.abandon(error)
+        self.records.failure.note(error)
+
+    def close(self, *, keeps_memory: Callable[[], bool]) -> None:
+        """End the threads, and free memory and swap files. keeps_memory: whether an abandoned collective may still write to memory."""
+        with contextlib.ExitStack() as parts:  # calls the last one first, and goes on after an error
+            parts.callback(self._free_memory, keeps_memory)
+            if self.swap is not None:
+                parts.callback(self.swap.close)
+            for part in (self.compressor, self.records, self.updater, self.gradients, self.weights, self.activations):
+                if part is not None:
+                    parts.callback(part.close)
+
+    def _free_memory(self, keeps_memory: Callable[[], bool]) -> None:
+        if not self.is_stuck and not keeps_memory():  # an abandoned copy may still write there
+            self.registry.free_device()
+            self.arena.close()
 
     @uninterrupted
     def keep_activations(self, tier: Tier | None = None) -> Activations:

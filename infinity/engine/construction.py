@@ -33,7 +33,8 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from torch.overrides import TorchFunctionMode
 
 from infinity.config import Config
-from infinity.engine.engine import Engine, cut_large_layers
+from infinity.engine.engine import Engine
+from infinity.engine.offload import cut_large_layers
 from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
 from infinity.errors import UsageError
 from infinity.model.deferred_init import Drawn, drawn_by

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.engine.engines import engine_of
-from infinity.engine.sizing import expected_device_nbytes
+from infinity.engine.sizing import expected_device_nbytes, records_may_visit
 from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
@@ -211,14 +211,12 @@ def _main_record(records: list[Record]) -> Record:
 
 def _step(engine) -> Step:
     config, placement = engine.config, engine.placement
-    keep = config.residency == "auto"
     return Step(
         num_passes=engine.optimizer.accumulation_steps if engine.optimizer is not None else 1,
         device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
         deferred=engine.updater.deferred,
-        keep=keep,
-        may_visit=not engine.layout.is_coded
-        and planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=keep),
+        keep=config.residency == "auto",
+        may_visit=records_may_visit(config, engine.layout),
         compresses=engine.compressor is not None and engine.compressor.codes,
     )
 

@@ -26,37 +26,53 @@ from infinity.engine.build import assemble
 from infinity.engine.description import tell_start
 from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
-from infinity.engine.refused_wrappers import refuse_optimizers, refuse_replicas, refuse_wrappers, watch_replicas
-from infinity.engine.sizing import Training, budgets, is_deferred
+from infinity.engine.refused_wrappers import refuse_optimizers, refuse_wrappers, watch_replicas
+from infinity.engine.sizing import Training, is_deferred, records_may_visit
 from infinity.engine.stats import EngineStats, stats_of
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.steps.step_cycle import StepCycle
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.assignment import ParameterDtypes, floating_parameters
-from infinity.formats.format import DTYPE_NBYTES, STORAGES
-from infinity.model.buffers import refuse_unmixed
 from infinity.model.compiled import find_compiled, watch_wrappers
 from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NotCopied, is_open, owner_of, set_owner
 from infinity.model.shared_parameters import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
-from infinity.model.tiling import tile_to_fit
 from infinity.optim.loss_scale import LossScale, Scaler
-from infinity.plan import placement as planner
-from infinity.plan.tiers import choice_of
 from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped_objects import close_with
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
-from infinity.system.lanes import Lane
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
 
 
-class Engine(NotCopied):
+_NO_MODEL = (
+    "the model has it. infinity.offload changes the model in place and returns an engine. Therefore write `infinity.offload(model, config)` "
+    "without `model = `, and go on with the model."
+)
+
+
+class NotAModule:
+    """Explains the mistake `model = infinity.offload(model)`: an engine has no attributes of a module, and is not called."""
+
+    if not TYPE_CHECKING:  # type checkers find these mistakes by themselves
+
+        def __getattr__(self, name: str):
+            """Raise AttributeError, and explain the mistake `model = infinity.offload(model)` if a model has this attribute."""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
+                message += f": {_NO_MODEL}"
+            raise AttributeError(message, name=name, obj=self)
+
+        def __call__(self, *args, **kwargs):
+            raise UsageError(f"an Engine is not called: {_NO_MODEL}")
+
+
+class Engine(NotAModule, NotCopied):
     """Trains one model from device, host and NVMe memory. A context manager that closes the engine.
 
     first: the parameters' initial values. The engine builds and writes nothing until an optimizer is attached or the model first runs.
@@ -70,7 +86,7 @@ class Engine(NotCopied):
             self.events.timeline = timeline_of(self.device, self.events)
         self.optimizer = None
         self._model = weakref.ref(model)
-        self._named = _parameters(model)
+        self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
         self.ranks = ranks or Ranks(self.device)  # after all checks that may refuse the model: Ranks has a thread and process groups
         self.ranks.join()
@@ -177,13 +193,7 @@ class Engine(NotCopied):
             engines.forget(model)
 
     def _close_parts(self) -> None:
-        with contextlib.ExitStack() as parts:  # calls the last one first
-            parts.callback(self._free_memory)
-            if self.swap is not None:
-                parts.callback(self.swap.close)
-            for part in (self.compressor, self.records, self.updater, self.gradients, self.weights, self.activations):
-                if part is not None:
-                    parts.callback(part.close)
+        self.parts.close(keeps_memory=lambda: self.ranks.is_stuck or self.ranks.has_left_behind)
 
     def __enter__(self) -> Engine:
         return self
@@ -195,18 +205,6 @@ class Engine(NotCopied):
                 self.saving.abandon(error)
                 self.saving.was_told = True
         self.close()
-
-    if not TYPE_CHECKING:  # type checkers find these mistakes by themselves
-
-        def __getattr__(self, name: str):
-            """Raise AttributeError, and explain the mistake `model = infinity.offload(model)` if a model has this attribute."""
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if hasattr(nn.Module, name) or (not name.startswith("_") and hasattr(self.__dict__.get("_model", lambda: None)(), name)):
-                message += f": {_NO_MODEL}"
-            raise AttributeError(message, name=name, obj=self)
-
-        def __call__(self, *args, **kwargs):
-            raise UsageError(f"an Engine is not called: {_NO_MODEL}")
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "running" if self.has_started else "not started"
@@ -235,8 +233,7 @@ class Engine(NotCopied):
         if before is not None:
             before.be_replaced(optimizer.made_at)
         self.cycle.attach(optimizer, scaler)
-        choices = {"weights": choice_of(self.config.param_tier), "states": choice_of(self.config.optimizer_state_tier)}
-        if not self.layout.is_coded and planner.records_may_visit(**choices, keep=self.config.residency == "auto"):
+        if records_may_visit(self.config, self.layout):
             self.device_budget.hold_records()
         groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         for state in self.registry.params:
@@ -245,7 +242,7 @@ class Engine(NotCopied):
     def adopt(self) -> None:
         """Take all parameters that the model has now, also later ones such as adapters. Only before the start."""
         model = self._model()
-        self._named = [(name, param) for name, param in _parameters(model) if owner_of(param) in (None, self)]
+        self._named = [(name, param) for name, param in managed_parameters(model) if owner_of(param) in (None, self)]
         for _, param in self._named:
             set_owner(param, self)
         self.dtypes = ParameterDtypes.of(self._named, self.config.dtype)
@@ -286,27 +283,10 @@ class Engine(NotCopied):
     def model(self) -> nn.Module | None:
         return self._model()
 
-    # End of the engine.
-
-    def _free_memory(self) -> None:
-        if not self.is_stuck and not self.ranks.has_left_behind:  # an abandoned collective or copy may still write there
-            self.registry.free_device()
-            self.arena.close()
-
-    def _lanes(self) -> list[Lane]:
-        lanes = [self.weights.lanes.cg, self.weights.lanes.gg, self.gradients.gc, self.updater.lane]
-        return lanes + ([self.activations.copies, self.activations.store.writer] if self.activations is not None else [])
-
     @property
     def is_stuck(self) -> bool:
         """Whether a thread of the closed engine still works."""
-        return self.ranks.is_stuck or (self.has_started and any(lane.is_stuck for lane in self._lanes()))
-
-    def _give_up(self, error: BaseException) -> None:
-        """A rank has failed: all threads of this rank stop waiting for work that needs all ranks."""
-        for lane in self._lanes():
-            lane.abandon(error)
-        self.records.failure.note(error)
+        return self.ranks.is_stuck or (self.has_started and self.parts.is_stuck)
 
     # Start.
 
@@ -348,7 +328,7 @@ class Engine(NotCopied):
             self.device_budget = DeviceBudget(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
             self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
             self.follower, self.calls = self.cycle.follower, self.cycle.calls
-            self.ranks.listen(self._give_up)
+            self.ranks.listen(parts.give_up)
             self._let_go(model, parts.ahead)
         except BaseException as error:
             self.lifecycle.note_failed_start(error)
@@ -385,11 +365,6 @@ class Engine(NotCopied):
         engines.disarm_guard(model)
 
 
-_NO_MODEL = (
-    "the model has it. infinity.offload changes the model in place and returns an engine. Therefore write `infinity.offload(model, config)` "
-    "without `model = `, and go on with the model."
-)
-
 
 def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
     """torch.compile has made a wrapper of a module. An engine finds earlier wrappers when it starts."""
@@ -398,63 +373,7 @@ def _note_wrapper(module: nn.Module, wrapper: nn.Module) -> None:
             engine.hooks.op_hooks.note_wrapper(module, wrapper)
 
 
-def offload(model: nn.Module, config: Config | None = None) -> Engine:
-    """Let an engine manage an existing model. The parameters move to the tiers when an optimizer is made, or when the model first runs.
-    Raises ConfigError or UsageError for a model that no engine can train."""
-    if any(owner_of(param) is not None for param in model.parameters()):
-        raise UsageError(f"{type(model).__name__} is in an engine already: call infinity.offload once for each model")
-    config = config or Config()
-    _refuse_untrainable(model, config)
-    _parameters(model)
-    with Ranks(device_of(config.device)).joined() as ranks:
-        cut_large_layers(model, config, ranks)
-        return Engine(model, config, ranks=ranks)
-
-
-def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tuple[str, int]]:
-    """Cut layers into tiles as `config.tile_above` says, before the model has an engine. Returns (layer name, number of tiles) of each.
-
-    All ranks must make this call. Raises ConfigError or UsageError for a model that no engine can train, and changes nothing then.
-    """
-    _refuse_untrainable(model, config)
-    budget = config.device_memory
-    if config.tile_above == budget == "auto":
-        budget, _ = budgets(config, device_of(config.device), ranks)
-    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[STORAGES[config.dtype].compute])
-
-
-def engine_of(model: nn.Module) -> Engine:
-    """The engine of a model. Raises ConfigError if the model has none."""
-    return engines.engine_of(model)
-
-
-@contextlib.contextmanager
-def gathered(params: torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, the whole parameters of one engine are on the device. Changes of the block are kept.
-
-    All ranks must enter the block, and take the values of rank 0. A changed bf16 weight also becomes the new value of the fp32 master.
-    """
-    params = [params] if isinstance(params, torch.Tensor) else list(params)
-    if not params:
-        yield
-        return
-    engine = owner_of(next((param for param in params if param.numel() and param.is_floating_point()), params[0]))
-    if engine is None:
-        raise ConfigError("infinity.gathered: the parameter is in no engine. Build its model inside infinity.init, or call infinity.offload")
-    with engine.gathered(params):
-        yield
-
-
-def _refuse_untrainable(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError or UsageError for a model that no engine can train."""
-    refuse_replicas(model)
-    refuse_shared(model)
-    named = floating_parameters(model)
-    dtypes = zip(named, ParameterDtypes.of(named, config.dtype).of_torch)
-    refuse_unmixed(model, {id(param): dtype for (_, param), dtype in dtypes}, device_of(config.device))
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def managed_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that the engine manages. Raises ConfigError for those that cannot be offloaded."""
     refuse_wrappers(model)
     named = floating_parameters(model)

@@ -194,6 +194,12 @@ def expected_device_nbytes(config: Config, device: str, device_nbytes: int) -> i
     return int(device_nbytes * EXPECTED_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
+def records_may_visit(config: Config, layout: Layout) -> bool:
+    """Whether records of this layout may leave their homes and visit the device: [Note: the device budget] in device_memory.py."""
+    weights, states = choice_of(config.param_tier), choice_of(config.optimizer_state_tier)
+    return not layout.is_coded and planner.records_may_visit(weights=weights, states=states, keep=config.residency == "auto")
+
+
 def may_compress(config: Config, device: str, num_parameters: int) -> bool:
     """Whether records on NVMe may be compressed, before the drives are known. num_parameters: of all ranks of this node. "auto" needs a model
     so large that the engine measures the drives, and a GPU that leaves CPU cores free."""

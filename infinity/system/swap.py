@@ -29,8 +29,9 @@ import aio_ext
 from infinity.errors import ConfigError, SwapError, UsageError
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
-from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths, guard, run_name
+from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths
 from infinity.system.swap_errors import swap_error
+from infinity.system.swap_owner import guard, run_name
 from infinity.system.waits import waits
 
 STRIPE_UNIT = 1 << 20

@@ -1,26 +1,15 @@
-"""One swap directory: the owner, a rank's file there, and files of dead runs.
+"""One swap directory: a rank's file there, and queues.
 
 Knows names, locks, files and queues of one path. Must not know extents, which span several paths.
-
-[Note: whose directory it is]
-In each directory a rank holds `infinity-rank<rank>.lock` with flock for life. The file contains pid and run. Swap files are
-`infinity-<run>/rank<rank>.swap`. Code that reads or changes these names holds a short flock on the directory itself, so no intermediate
-state is visible. An arriving rank is refused if a living rank has the same number, or belongs to another run. The rank removes lock
-files that no process holds, and folders of runs without a living rank. Locks belong to the open file, and a forked child (a data
-loader's worker) would keep them after the parent's death. Children therefore close them at once. Ranks of one run get the run's name
-from the launcher's environment, without communication.
 """
 
 import collections
 import contextlib
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
-import re
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +19,10 @@ from infinity.errors import ConfigError, SwapError, refuses_direct, warn
 from infinity.system import drives
 from infinity.system.mounts import MEMORY_FILESYSTEMS, mount_at
 from infinity.system.swap_errors import REMEDIES, swap_error
+from infinity.system.swap_owner import LOCK_NAME, guard, living_ranks, remove_dead
 
 ALIGNMENT = 4096  # of extents, offsets and sizes: accepted by every drive in use, see aio_ext.direct_alignment
 SUM_NBYTES = 4  # of a checksum, one for each ALIGNMENT bytes, as in aio_ext
-
-LOCK_NAME = re.compile(r"infinity-rank(\d+)\.lock")
-FOLDER_NAME = re.compile(r"infinity-[0-9a-f]{12}")
-FILE_NAME = re.compile(r"rank\d+\.swap")
-GUARD_SECONDS = 60.0
-
-# Common to the ranks of one run under torchrun, Slurm and manual start.
-RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,7 @@ class Directory:
             self.identity = (status.st_dev, status.st_ino)
             with guard(self.path):
                 runs = self._refuse_or_runs(self.run, self.rank)
-                _reclaim(self.path, runs)
+                remove_dead(self.path, runs)
                 self._take(self.run)
             try:
                 with guard(self.path):  # the first rank measures, the others read the result
@@ -221,7 +203,7 @@ class Directory:
 
     def _refuse_or_runs(self, run: str, rank: int) -> set[str]:
         """The runs of the living ranks here, at most this run. Removes the locks of dead ranks."""
-        living = _living(self.path)
+        living = living_ranks(self.path)
         for its_rank, pid, its_run in living:
             if its_rank == rank or its_run != run:
                 text = f"the swap directory is in use by rank {its_rank} of a run with process {pid}: end that run, or name "
@@ -312,13 +294,6 @@ class Directory:
         return refusal
 
 
-def reclaim(paths: Sequence[str | os.PathLike]) -> None:
-    """Remove files of dead runs in directories, like each Swap does. Skips directories that are busy or that a Swap would refuse."""
-    for path in map(Path, paths):
-        with contextlib.suppress(OSError), guard(path, patience=0.0):
-            _reclaim(path, {run for _, _, run in _living(path)})
-
-
 def room_nbytes(paths: Sequence[str | os.PathLike]) -> int:
     """The most bytes that equal parts on all paths can take together. Filesystems keep a hundredth of their room for themselves. For a path
     that does not exist yet, the nearest existing folder above counts.
@@ -350,76 +325,6 @@ def check_paths(paths: list[Path]) -> None:
         twin = seen.setdefault((status.st_dev, status.st_ino), path)
         if twin is not path:
             raise ConfigError(f"swap directories {twin} and {path} are the same one: name it once")
-
-
-def run_name(world: int) -> str:
-    """Twelve hexadecimal digits, the same on all ranks of a run."""
-    words = [os.environ.get(variable, "") for variable in RUN_VARIABLES]
-    if world == 1:
-        words = [str(os.getpid()), os.urandom(16).hex()]
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
-
-
-@contextlib.contextmanager
-def guard(path: Path, patience: float | None = None) -> Iterator[None]:
-    """Held while names in the directory are read or changed; see [Note: whose directory it is]. Raises SwapError if another process holds
-    the guard for `patience` seconds, by default GUARD_SECONDS.
-    """
-    patience = GUARD_SECONDS if patience is None else patience
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    text = f"another process has locked this directory for {patience:.0f} s to set up swap: end that process"
-                    raise SwapError(errno.EBUSY, text, str(path)) from None
-                time.sleep(0.002)
-        yield
-        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
-    finally:
-        os.close(fd)
-
-
-def _living(path: Path) -> list[tuple[int, str, str]]:
-    """The holders of locks in the directory: rank, pid and run. Removes the locks of dead ranks."""
-    living = []
-    for name in os.listdir(path):
-        match = LOCK_NAME.fullmatch(name)
-        if not match:
-            continue
-        fd = os.open(path / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path / name)
-        except BlockingIOError:
-            pid, _, run = os.pread(fd, 256, 0).decode(errors="replace").strip().partition(" ")
-            living.append((int(match[1]), pid, run))
-        finally:
-            os.close(fd)
-    return living
-
-
-def _reclaim(path: Path, living_runs: set[str]) -> None:
-    """Remove the swap of dead runs: only folders with the engine's names, owner and kind, and only files with the engine's names."""
-    for name in os.listdir(path):
-        if not FOLDER_NAME.fullmatch(name) or name.removeprefix("infinity-") in living_runs:
-            continue
-        try:
-            fd = os.open(path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            if os.fstat(fd).st_uid == os.geteuid():
-                for file in filter(FILE_NAME.fullmatch, os.listdir(fd)):
-                    os.unlink(file, dir_fd=fd)
-                with contextlib.suppress(OSError):
-                    os.rmdir(path / name)
-        finally:
-            os.close(fd)
 
 
 def _open_direct(name: str, folder_fd: int) -> int:

@@ -467,7 +467,7 @@ DELAYS = ("write", "read", "update", "cg", "gc", "cn", "lanes")
 @contextlib.contextmanager
 def delayed(engine, what, seconds=0.004):
     """Slows one link down: `what` is a lane, "lanes", "read" or "write"."""
-    lanes = {lane.name: lane for lane in (*engine._lanes(), engine.records._writer)}
+    lanes = {lane.name: lane for lane in (*engine.parts.lanes(), engine.records._writer)}
     chosen = lanes.values() if what == "lanes" else [lanes[what]] if what in lanes else []
     for lane in chosen:
         lane.on_job = lambda: time.sleep(seconds)

@@ -719,7 +719,7 @@ def slow(folder, where, update):
                 if where == "before the step":
                     pause()
                 if where in ("cg", "gg", "gc", "update"):
-                    lane = {lane.name: lane for lane in engine._lanes()}[where]
+                    lane = {lane.name: lane for lane in engine.parts.lanes()}[where]
                     lane.on_job = pause
             model(share(batch(step)), UP).backward()
             if step == 2 and where == "copy here, update there":  # both ranks wait, each for its own slow job

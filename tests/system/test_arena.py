@@ -275,7 +275,7 @@ def test_an_engine_has_no_context_on_another_device(places, tmp_path):
     program = f"""
 import torch, infinity
 torch.cuda.set_device(1)
-with infinity.init(infinity.Config(device="cuda:1", nvme={str(tmp_path)!r}, dtype="fp32", chunk_mib=1, update="deferred", **{places})):
+with infinity.init(infinity.Config(device="cuda:1", swap_dirs={str(tmp_path)!r}, dtype="fp32", chunk_mib=1, update="deferred", **{places})):
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
 optimizer = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
 for _ in range(3):

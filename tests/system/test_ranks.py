@@ -226,7 +226,7 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "records": records,
             "nbytes": {"read": engine.stats()["links"]["nvme_read"]["nbytes"], "written": engine.stats()["nvme_write_nbytes"]},
             "chunks": [(c.numel, c.used) for c in engine.layout.chunks],
-            "num_plans": engine.stats()["num_plans"],
+            "num_prefetch_plans": engine.stats()["num_prefetch_plans"],
             "num_promoted": len(engine.device_budget.promoted),
             "num_spans": len(engine.registry.spans),
         }

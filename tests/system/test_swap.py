@@ -22,7 +22,7 @@ from helpers import everything_in, memory, run_python, start_python
 import aio_ext
 from aio_ext import _aio
 from infinity.errors import ConfigError, SwapError, UsageError
-from infinity.system import swap_directory
+from infinity.system import swap_directory, swap_owner
 from infinity.system.swap import Extent, Swap
 from infinity.system.swap_directory import Stripe
 from infinity.system.swap_errors import REMEDIES
@@ -69,7 +69,7 @@ def test_files_of_dead_runs_are_removed_before_a_swap_is_made(paths):
     living.reserve()
     kept = everything_in(paths[1])
     assert left and kept
-    swap_directory.reclaim([*paths[:2], paths[0] / "is" / "not" / "there"])
+    swap_owner.reclaim([*paths[:2], paths[0] / "is" / "not" / "there"])
     assert (everything_in(paths[0]), everything_in(paths[1])) == ([], kept)
     living.close()
 
@@ -455,7 +455,7 @@ def test_a_directory_without_permission_is_refused(paths, monkeypatch):
 @pytest.mark.parametrize("what", ["symlink", "dangling", "file"])
 def test_a_symlink_or_file_in_place_of_the_swap_folder_is_refused(tmp_path, paths, what):
     target = tmp_path / "elsewhere"
-    name = paths[0] / f"infinity-{swap_directory.hashlib.sha256(b'mine').hexdigest()[:12]}"
+    name = paths[0] / f"infinity-{swap_owner.hashlib.sha256(b'mine').hexdigest()[:12]}"
     if what == "file":
         name.write_text("precious")
     else:

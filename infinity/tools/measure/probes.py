@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import aio_ext
 from infinity.config import Config
-from infinity.engine.engine import offload
+from infinity.engine.offload import offload
 from infinity.errors import SwapError
 from infinity.model.gpt import Block
 from infinity.optim.adam import AdamScalars, adam_step

@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.memory.device_memory import SLACK
-from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress
+from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress, records_may_visit
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
@@ -23,7 +23,7 @@ from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import GRADIENTS, STATES, Record
-from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, choice_of, leaves_device
+from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, leaves_device
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.rank import Step
@@ -208,7 +208,7 @@ def arrangement(
     nbytes_of = [span.nbytes for span in layout.spans]
     if not all(home.is_device for home in homes):  # like DeviceBudget.redivide after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
-        if planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=config.residency == "auto"):
+        if records_may_visit(config, layout):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             visiting, staying = planner.share_device(
                 layout, records, homes, room_nbytes=room, may_stay=placement.may_stay
