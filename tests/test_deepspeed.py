@@ -320,7 +320,7 @@ def test_the_list_depends_on_the_value(tables, key, expected):
 
 
 def test_an_unknown_key_is_in_the_list_without_counterpart():
-    assert convert(with_stage_3(zzz=1)).unmatched == {"zzz": "no setting that is known here"}
+    assert convert(with_stage_3(zzz=1)).unmatched == {"zzz": "infinity does not know this setting"}
 
 
 @pytest.mark.parametrize(
