@@ -54,8 +54,8 @@ REGION_NBYTES = 4 << 30  # a region for records that stay in host memory: one re
 
 @dataclass
 class Assembly:
-    """The parts of one engine. Three may be None: swap without data on NVMe, compressor without records on NVMe, and activations if these stay
-    on the device. host_nbytes: the budget of host memory. ahead: reads mapped files with the parameters' initial values. tiers: the
+    """The parts of one engine. swap: None without data on NVMe. compressor: None without records on NVMe. activations: None if they stay on
+    the device. host_nbytes: the budget of host memory. ahead: reads mapped files with the parameters' initial values. tiers: the
     fastest first, with the capacity for this rank."""
 
     layout: Layout

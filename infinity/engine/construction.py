@@ -44,7 +44,7 @@ from infinity.system.ranks import Ranks
 from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
-DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts while the window is full. On the host, records leave the window
+DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts with a full window. The host's window is memory beside records
 LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
 

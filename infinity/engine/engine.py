@@ -57,7 +57,7 @@ from infinity.tiers.activations import Activations
 
 
 class Engine(NotCopied):
-    """Trains one model from device, host and NVMe memory. A context manager: leaving it closes it.
+    """Trains one model from device, host and NVMe memory. A context manager that closes the engine.
 
     first: the parameters' initial values. The engine builds and writes nothing until an optimizer is attached or the model first runs.
     """
@@ -212,7 +212,7 @@ class Engine(NotCopied):
         state = "closed" if self.is_closed else "running" if self.has_started else "not started"
         return f"Engine({len(self._named)} parameters, {self.device}, {self.ranks.name}, {state})"
 
-    # What the optimizer calls.
+    # Calls from the optimizer.
 
     def attach(self, optimizer) -> None:
         """Take the optimizer, and the group of each parameter. A second optimizer replaces the first one if the model is not trained yet."""

@@ -5,7 +5,7 @@ Knows module names of these libraries, and imports none of them. Must not know h
 
 # [Note: how a trainer is found]
 # A trainer of another library moves models, skips optimizer steps and saves optimizer states. Without the integration, this fails late: at the
-# second micro-batch, or at the first checkpoint, and leaves a part of a checkpoint. So the engine looks once, before the first training
+# second micro-batch, or at the first checkpoint, and leaves an incomplete checkpoint. So the engine looks once, before the first training
 # forward pass. A Trainer of transformers or Lightning is on the call stack then. An Accelerator is not. But `prepare` has marked a module on
 # the stack and has made a wrapper around the optimizer. If only the optimizer was given to `prepare`, the wrapper is on the stack of step().
 

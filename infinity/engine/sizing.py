@@ -171,8 +171,8 @@ class _Cuts:
 
 
 def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
-    """(Device bytes, host bytes) of this rank: as configured, or a share of the free memory that is equal on all ranks. params: parameters
-    whose memory becomes free soon after the engine has allocated its own."""
+    """Returns (device bytes, host bytes) for this rank: as configured, or a share of free memory that is equal on all ranks. params:
+    parameters whose memory becomes free soon after the engine has allocated its own."""
     free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
     on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
     if device.type == "cuda":

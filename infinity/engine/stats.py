@@ -67,10 +67,10 @@ class EngineStats(TypedDict):
     """Bytes that were written to NVMe."""
 
     nvme_entropy_coding: bool
-    """Exponents are stored on NVMe in a Huffman code."""
+    """Whether exponents are stored on NVMe in a Huffman code."""
 
     replay_grad_nbytes: int
-    """Gradients that wait in host memory until their update is replayed and written."""
+    """Bytes of gradients that wait in host memory until their update is replayed and written."""
 
     num_prefetch_plans: int
     """Prefetch plans that were made."""

@@ -252,18 +252,18 @@ def _counter(pid: int, name: str, values: Iterable[tuple[float, dict]]) -> list[
 
 
 def _queued(slices: list[Slice]) -> list[tuple[float, dict[str, int]]]:
-    """(Seconds, bytes by direction) at each change: bytes that the drives have yet to move for active requests."""
+    """Returns (seconds, bytes by direction) at each change: the bytes of all active drive requests."""
     return _sums(slices, lambda piece: piece.nbytes, {name: 0 for name in _DRIVES.values()})
 
 
 def _rates(slices: list[Slice]) -> list[tuple[float, dict[str, float]]]:
-    """(Seconds, GB/s by direction) at each change. Each request counts with its mean rate, so the integral over time is the bytes moved."""
+    """Returns (seconds, GB/s by direction) at each change. Each request has its mean rate, so the integral over time is the bytes moved."""
     sums = _sums(slices, lambda piece: round(piece.nbytes / max(piece.end - piece.start, 1e-9)), {name: 0 for name in _DRIVES.values()})
     return [(at, {name: round(rate / 1e9, 6) for name, rate in rates.items()}) for at, rates in sums]
 
 
 def _sums(slices: list[Slice], weight, sums: dict[str, int]) -> list[tuple[float, dict[str, int]]]:
-    """(Seconds, sum of weights by direction) of active drive requests, at each change. Weights are integers, so sums return to zero."""
+    """Returns (seconds, sum of weights by direction) of active drive requests, at each change. Integer weights make sums return to zero."""
     changes = [(piece.start, _DRIVES[piece.lane], weight(piece)) for piece in slices if piece.lane in _DRIVES]
     changes += [(piece.end, _DRIVES[piece.lane], -weight(piece)) for piece in slices if piece.lane in _DRIVES]
     found: list[tuple[float, dict[str, int]]] = []

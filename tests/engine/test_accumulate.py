@@ -650,7 +650,8 @@ def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_p
     with training(Crowded, tmp_path, **config, **NVME) as (model, engine, optimizer):
         assert sum(three_steps(model, engine, optimizer, counting(loss_of, calls)), []) == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        reasons = [f"the device has no room for {num} micro-batches in a layer-wise step" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == reasons
     num_tries = 1 + (place == "auto")
     assert len(calls) == 3 * num_tries + 2 + 3 * 3  # of three micro-batches the third had no room, of two the second
     assert len(looks) == num_tries + 2  # the engine looks for conflicts until one step has completed all forward passes
@@ -699,7 +700,8 @@ def test_block_inputs_without_room_on_the_device_go_to_host_memory(dtype, update
         infinity.accumulate(model, tokens(3, 2), loss_of)  # the device has room for two
         assert away(engine) == moved[3] and not engine.activations.is_on
     assert len(calls) == 3 + 3 * 3  # one forward pass had no room
-    assert re.findall(r"go to host memory, which has [\d.]+ MiB for them: the device has no room", capfd.readouterr().err)
+    told = r"no room for the block inputs of \d+ micro-batches: they go to host memory, which has [\d.]+ MiB for them"
+    assert re.findall(told, capfd.readouterr().err)
 
 
 def leave_room(monkeypatch, num):
@@ -824,7 +826,8 @@ def test_host_memory_without_room_for_block_inputs_is_given_back(tmp_path, monke
             assert engine.arena.nbytes == before and engine.activations.store.heap.peak_nbytes == 2 * 4096
         assert losses == expected[0]
         assert_same_states(states_of(engine, model), expected[1])
-        assert engine.stats()["layerwise_unsplit_reasons"] == [f"the device has no room for {num} micro-batches by layer" for num in (3, 2)]
+        reasons = [f"the device has no room for {num} micro-batches in a layer-wise step" for num in (3, 2)]
+        assert engine.stats()["layerwise_unsplit_reasons"] == reasons
     said = capfd.readouterr().err
     assert "8.0 KiB for them" in said and said.count("one after the other") == 1
 
@@ -987,7 +990,7 @@ def test_a_place_that_cannot_be_cut_is_found_in_a_later_round(tmp_path):
         optimizer.step()
         assert_same_states(states_of(engine, model), expected[1])
         (reason,) = engine.stats()["layerwise_unsplit_reasons"]
-        assert "changes in place what it is given" in reason
+        assert "changes its inputs in place" in reason
 
 
 class ChangingNormed(Chain):
@@ -1087,7 +1090,7 @@ def test_no_remedy_is_named_if_the_device_keeps_no_block_inputs(tmp_path, capfd)
         with pytest.raises(torch.OutOfMemoryError) as found:
             infinity.accumulate(model, tokens(0, 2), loss_of)
         assert not hasattr(found.value, "__notes__")
-    assert "by layer: they run in rounds of 2\n" in capfd.readouterr().err
+    assert "layer-wise step: they run in rounds of 2\n" in capfd.readouterr().err
 
 
 @pytest.mark.few(4)
@@ -1255,7 +1258,7 @@ class Reading(Block):
 @pytest.mark.parametrize("kind", ["tensor", "mask", "list", "number"])
 def test_an_attribute_that_differs_by_micro_batch_prevents_cutting(kind, tmp_path, capfd):
     name = "found" if kind == "list" else "kept"
-    assert_runs_as_one(tmp_path, capfd, f"Stashing.{name} is another one for each", whole=True, make=lambda: Stashing(kind))
+    assert_runs_as_one(tmp_path, capfd, f"Stashing.{name} has another value for each", whole=True, make=lambda: Stashing(kind))
 
 
 class Averaging(Chain):
@@ -1327,8 +1330,8 @@ class Hooked(Chain):
     "make, match",
     [
         (Averaging, "Averaging.mean is written in several parts"),
-        (Buffered, "Buffering.level is another one for each"),
-        (Swapping, "is another one for each"),
+        (Buffered, "Buffering.level has another value for each"),
+        (Swapping, "has another value for each"),
         (Hooked, "first.weight has a hook"),
     ],
 )
@@ -1461,9 +1464,9 @@ def changing():
 @pytest.mark.parametrize(
     "make, match",
     [
-        (changing, "Changing changes in place what it is given"),
-        (lambda: ChangingBetween(True), "add_ changes in place"),
-        (lambda: ChangingBetween(False), "add_ changes in place"),
+        (changing, "Changing changes its inputs in place"),
+        (lambda: ChangingBetween(True), "add_ changes its inputs in place"),
+        (lambda: ChangingBetween(False), "add_ changes its inputs in place"),
     ],
     ids=["block", "between", "between without a graph"],
 )
@@ -1490,7 +1493,7 @@ def test_an_input_that_is_changed_after_its_block_prevents_cutting(tmp_path, cap
             model.blocks[number] = Adding(32)
         return model
 
-    assert_runs_as_one(tmp_path, capfd, "is changed in place behind", whole=True, make=make, chunk_mib=1 / 64)
+    assert_runs_as_one(tmp_path, capfd, "is changed in place after", whole=True, make=make, chunk_mib=1 / 64)
 
 
 class Drawing(Boxed):
@@ -1659,7 +1662,7 @@ def test_accumulate_is_refused_inside_gathered_and_inside_itself(tmp_path):
         with infinity.gathered(model.parameters()):
             with pytest.raises(infinity.UsageError, match="infinity.accumulate while the model runs or inside infinity.gathered"):
                 infinity.accumulate(model, tokens(0, 2), loss_of)
-        with pytest.raises(infinity.UsageError, match="infinity.accumulate inside .* another accumulation by layer"):
+        with pytest.raises(infinity.UsageError, match="infinity.accumulate inside .* another infinity.accumulate"):
             infinity.accumulate(model, tokens(0, 2), lambda model, batch: infinity.accumulate(model, [batch], loss_of)[0])
         optimizer.zero_grad()
 

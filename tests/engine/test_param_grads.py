@@ -269,7 +269,7 @@ def clipped_alone(folder, ask):
     optimizer = infinity.SGD(model.parameters(), lr=0.5)
     with infinity.engine_of(model) as engine:
         model(*map(share, tokens(0, 0))).backward()
-        with pytest.raises(UsageError, match="clip on all ranks alike"):
+        with pytest.raises(UsageError, match="Clip on all ranks alike"):
             if ask == "other bounds" or engine.ranks.rank == 0:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1 * (1 + engine.ranks.rank))
             optimizer.step()

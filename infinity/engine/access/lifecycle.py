@@ -30,7 +30,7 @@ class Lifecycle:
         self._cycle = cycle
 
     def note_failed_start(self, error: BaseException) -> None:
-        """The start has failed, and values of the model are lost."""
+        """Note a failed start, after which values of the model are lost."""
         self._start_error = f"{type(error).__name__}: {error}"
 
     def note_close(self, *, was_dropped: bool) -> None:
@@ -38,7 +38,7 @@ class Lifecycle:
         self.is_closed, self.was_dropped = True, was_dropped
 
     def note_step(self) -> None:
-        """This thread makes a step."""
+        """Note that this thread makes a step."""
         self._training_thread = threading.get_ident()
 
     def check_access(self, what: str) -> None:

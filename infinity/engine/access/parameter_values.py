@@ -66,7 +66,7 @@ class ParameterValues:
         self._initial = lambda index, param: initial(before[id(param)], param) if id(param) in before else own(index, param)
 
     def begin(self, parts, cycle) -> None:
-        """The engine starts."""
+        """Take the parts of the started engine."""
         self.registry, self.values, self.weights = parts.registry, parts.values, parts.weights
         self.cycle, self.calls = cycle, cycle.calls
 
@@ -231,7 +231,7 @@ class ParameterValues:
         return self._lifecycle.has_started and self.calls.reads.may_compute(list(map(self.registry.find, params)))
 
     def compute(self, params: list[nn.Parameter], func, args: tuple, kwargs: dict):
-        """func(*args, **kwargs), while these parameters are held."""
+        """Call func(*args, **kwargs) while these parameters are held."""
         return self.calls.reads.compute(list(map(self.registry.find, params)), func, args, kwargs)
 
     def look_at_gradients(self):
@@ -247,7 +247,7 @@ class ParameterValues:
         return self.cycle.param_grads.departed(self.registry.find(param))
 
     def take(self, param: nn.Parameter, data: torch.Tensor) -> None:
-        """The program assigns other data to a parameter that is held."""
+        """Take data that the program assigns to a held parameter."""
         self.registry.find(param).put(data)
 
 

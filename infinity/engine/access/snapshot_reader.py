@@ -48,7 +48,7 @@ class SnapshotReader:
         self.snapshot.close()
         self.over.set()
 
-    # The engine calls these.
+    # Calls from the engine.
 
     def wait(self) -> None:
         """Wait until the reader has ended, and raise the error that ended it."""

@@ -73,7 +73,7 @@ class OpHooks(NotCopied):
         return op
 
     def note_wrapper(self, module: nn.Module, wrapper: nn.Module) -> None:
-        """torch.compile makes a wrapper for a module."""
+        """Note a wrapper that torch.compile makes for a module."""
         if id(module) in self._ops:
             self._put(wrapper, self.before, self.after)
 

@@ -86,7 +86,7 @@ class Hooks(NotCopied):
         return phase
 
     def _begin_forward(self, args, kwargs) -> None:
-        """An outermost module is called in forward."""
+        """Begin the forward call of an outermost module."""
         self.calls.begin_outermost()
         self.cycle.begin_forward(self._model(), (args, kwargs))
 

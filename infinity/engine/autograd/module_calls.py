@@ -110,13 +110,13 @@ class Calls:
     # Called by hooks.
 
     def begin_outermost(self) -> None:
-        """A forward pass begins in this thread."""
+        """Begin a forward pass in this thread."""
         self.thread = threading.get_ident()
         self.recording = torch.is_grad_enabled()
         self.release_escaped()
 
     def begin(self, frame: Frame, phase: str) -> None:
-        """A call begins. The caller acquires the op's spans next, and then calls `begun`."""
+        """Begin a call. The caller acquires the op's spans next, and then calls `begun`."""
         op = frame.op
         if phase == RECOMPUTE:
             self.refuse_updated(op.name, "called", op.spans)
@@ -273,7 +273,7 @@ class Calls:
         return before
 
     def end_all(self) -> None:
-        """All calls of the thread are over, with or without an error."""
+        """End all calls of the thread, with or without an error."""
         while self.frames:
             self.end(self.frames[-1].module, None, of_any_thread=True)
 

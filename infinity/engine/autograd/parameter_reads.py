@@ -39,7 +39,7 @@ class ParameterReads:
 
     @torch._dynamo.disable
     def compute(self, states: list[ParameterState], func, args, kwargs):
-        """func(*args, **kwargs), which reads these parameters."""
+        """Call func(*args, **kwargs), which reads these parameters."""
         held, keep = self._hold(states), True
         by_address = func is torch.Tensor.data_ptr
         try:

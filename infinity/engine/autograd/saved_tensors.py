@@ -145,13 +145,13 @@ class BackwardHolds:
 
     @uninterrupted
     def fetch_op(self, op: Op) -> None:
-        """The backward of the op comes next, and may read any of the op's parameters."""
+        """Fetch all spans of the op, because its backward comes next and may read any of the op's parameters."""
         self.release_until_next()
         self._acquire(op, -1, op.spans)
         self._hold_op(op)
 
     def keep_leaf(self, leaf: Op) -> None:
-        """A recomputed call of the leaf ends. Its backward comes next: keep the spans."""
+        """Keep the spans of a leaf whose recomputed call ends, because backward of the leaf comes next."""
         self.release_until_next()
         for span in leaf.spans:
             self.weights.hold(span)
@@ -169,7 +169,7 @@ class BackwardHolds:
         self._until_next.extend(spans)
 
     def release_until_next(self) -> None:
-        """The next event is here."""
+        """Release the spans and parameters that were held until the next event."""
         self.leaf = None
         while self._params_until_next:
             self._params_until_next.pop().release()

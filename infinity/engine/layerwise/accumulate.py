@@ -1,19 +1,19 @@
 """`infinity.accumulate`: all micro-batches of a step run one segment of the model before the next segment is fetched.
 
-Knows what a program passes, the limits of an engine, and when a step begins anew. Must not know segments, graphs, plans, or how bytes move.
+Knows the program's arguments, the limits of an engine, and the restart of a step. Must not know segments, graphs, plans, or how bytes move.
 """
 
 # [Note: what accumulation by layer reads]
-# With a micro-batches the ordinary loop fetches every weight 2a times: 4a + 10 bytes a parameter and step from NVMe. Layer-wise, each
-# segment is fetched once forward and once backward: 14 bytes for any a, or 4r + 10 in r rounds ([Note: a device that is full by layer]).
-# In return the engine keeps the inputs of all blocks for each micro-batch, and runs the blocks again in backward, as activation checkpointing
-# does. If host memory has no place for all gradients, each round after the first costs about 10 bytes more: sums are read and written again.
+# With N micro-batches the ordinary loop fetches every weight 2N times: a step reads 4N + 10 bytes per parameter from NVMe. Layer-wise, each
+# segment is fetched once forward and once backward: 14 bytes for any N, or 4R + 10 bytes in R rounds ([Note: a full device]). In return the
+# engine keeps the inputs of all blocks for each micro-batch, and runs the blocks again in backward, as activation checkpointing does. If host
+# memory has no place for all gradients, each round after the first costs about 10 bytes more: sums are read and written again.
 #
-# [Note: a device that is full by layer]
-# At the end of the forward passes the device holds the block inputs of all micro-batches. It also holds gradients that wait for earlier
-# segments, such as those of a tied embedding. If the device has no room, the step begins anew with the inputs in host memory. Inputs that
-# host memory has no room for stay on the device. Later steps with as many or more micro-batches do the same. If both have no room, or
-# the configuration keeps activations on the device, the step begins anew in rounds of half as many micro-batches, then half of those.
+# [Note: a full device]
+# At the end of the forward passes the device holds the block inputs of all micro-batches. The device also holds gradients that wait for
+# earlier segments, such as those of a tied embedding. If the device has no room, the step restarts with the inputs in host memory. Inputs
+# without room there stay on the device. Later steps with as many or more micro-batches do the same. If both have no room, or the
+# configuration keeps activations on the device, the step restarts in rounds. A round has half as many micro-batches, later half of those.
 # Sums of gradients leave the device in each round and come back in the next ([Note: room for sums]). So gradients add up in the order of
 # the ordinary loop. Updates come with the last round. In rounds of one, nothing is cut: micro-batches run one after the other, as in the
 # ordinary loop. Their blocks are still checkpointed, because the whole graph of one micro-batch may need more than the inputs of two.
@@ -45,29 +45,29 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     """Run forward and backward of all micro-batches of a step, layer by layer. Call optimizer.step() afterwards. Returns the detached losses.
 
     loss(model, micro_batch) returns the scalar on which an ordinary loop would call backward(), such as model(**micro_batch).loss / number.
-    Each call runs in its own thread, and the calls are interleaved. So a call must not change the model for its own use only. Blocks
+    Each call runs in its own thread, and the calls are interleaved. So no call may change the model temporarily, for itself alone. Blocks
     of the model run again in backward, with their hooks, as with activation checkpointing.
 
-    The first step finds the places where the model cannot be cut, and begins anew. The parts between them run as one, and in the worst case
-    the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
+    The first step finds the places where the model cannot be cut, and restarts. The parts around such a place run as one segment. In the worst
+    case the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
 
-    On one rank a step also begins anew if the device has no room before its last backward passes. Then block inputs go to host memory,
-    in this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
-    either, half as many micro-batches pass the model at a time, in the end one.
+    On one rank a step also restarts if the device has no room before the last backward passes. Then block inputs go to host memory, in
+    this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
+    either, half as many micro-batches pass the model together, and in the end one.
 
-    Gradients are bit for bit those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, with one exception. It concerns
-    three or more micro-batches, some of which leave the model after other blocks than the rest (early exits), or call a block more often
-    in a row. The blocks that they share before and after then add gradients in another order. Random numbers (dropout) differ.
+    Gradients are bit for bit those of `for micro_batch in micro_batches: loss(model, micro_batch).backward()`, with one exception. Some of
+    three or more micro-batches leave the model after another block than the rest (early exits), or call a block more often in a row. Blocks
+    that all of them use before and after then add gradients in another order. Random numbers (dropout) differ.
 
-    The optimizer needs accumulation_steps=2 or more, so that sums are in fp32. The number of micro-batches may differ from it.
+    The optimizer needs accumulation_steps=2 or more, so that sums are in fp32. The number of micro-batches may differ from this number.
     Raises ConfigError or UsageError if the step cannot begin. Raises UsageError if loss returns no scalar with a gradient, or calls
-    backward(), step() or zero_grad(): then call zero_grad() before anything else of a step.
+    backward(), step() or zero_grad(). After this error, call zero_grad() first.
     """
     if not callable(loss):
         raise ConfigError(f"infinity.accumulate: loss is a {type(loss).__name__}, expected a function loss(model, micro_batch)")
     engine, micro_batches = _engine(model), _listed(micro_batches)
     if engine.optimizer is None:
-        raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) before it")
+        raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) first")
     if not micro_batches:
         raise ConfigError("infinity.accumulate: there are no micro-batches")
     if len(micro_batches) > 1 and not engine.accumulating:
@@ -76,7 +76,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
             "more. The number of micro-batches may differ from it"
         )
     if any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in pytree.tree_leaves(micro_batches)):
-        raise ConfigError("infinity.accumulate: a micro-batch has a gradient, but gradients end where the model begins. Detach it")
+        raise ConfigError("infinity.accumulate: a tensor of a micro-batch has a grad_fn, but gradients end at the model's inputs. Detach it")
     most, least = engine.ranks.most([len(micro_batches), -len(micro_batches)])
     if most != -least:
         raise UsageError(f"infinity.accumulate: one rank has {most} micro-batches, another has {-least}. Give all ranks the same number")
@@ -137,10 +137,10 @@ def _one_by_one(engine, works: list[Callable], streams: list[RngState]) -> list[
 
 
 def _by_layer(engine, loss: Callable, model: nn.Module, micro_batches: list, streams: list[RngState]) -> list[torch.Tensor]:
-    """Run steps until one need not begin anew: [Note: what is not cut] and [Note: a device that is full by layer]."""
+    """Run a step, and restart it after each new limit: [Note: parts that are not cut] and [Note: a full device]."""
     begin = list(streams)
     while True:
-        kept = [copy.copy(each) if isinstance(each, (MutableMapping, list)) else each for each in micro_batches]  # a loss may empty them
+        kept = [copy.copy(each) if isinstance(each, (MutableMapping, list)) else each for each in micro_batches]  # the loss may empty these
         step = LayerwiseStep(engine, model, len(micro_batches))
         try:
             return step.run(_works(loss, model, micro_batches), streams)
@@ -169,7 +169,7 @@ def _add_remedy(error: torch.OutOfMemoryError, engine, step: LayerwiseStep) -> N
 
 
 def _make_room(engine, step: LayerwiseStep) -> None:
-    """The device had no room for a step: the next one keeps fewer micro-batches, or moves their inputs away."""
+    """The device had no room for a step: the next one runs fewer micro-batches together, or moves block inputs away."""
     limits = engine.cycle.layerwise_limits
     if step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
         limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activation_tier))

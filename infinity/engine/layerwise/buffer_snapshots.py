@@ -1,4 +1,4 @@
-"""Values of buffers at an earlier time: before a block runs for the second time, and before a step begins anew.
+"""Earlier values of buffers, for the second run of a block and for the restart of a step.
 
 Knows modules and their buffers. Must not know threads, graphs or engines.
 """
@@ -52,7 +52,7 @@ class RecomputeBuffers:
 
 
 class BufferSnapshot:
-    """All buffers of a model as a step begins, so that the step can begin anew.
+    """All buffers of a model at the beginning of a step, so that the step can restart.
 
     Floating-point buffers are copied at once, because torch does not count every write to statistics. Other buffers of blocks, such as
     quantised weights, are taken from `RecomputeBuffers` after a block has changed them.
@@ -65,7 +65,7 @@ class BufferSnapshot:
         self._values = {key: buffer.detach().clone() for key, buffer in copied.items()}
 
     def note(self, buffers: RecomputeBuffers) -> None:
-        """The first run of a block has ended or raised."""
+        """Take the earlier values of buffers that a first run has changed. The run has ended or raised."""
         for owner, name, value in buffers.changed:
             if (owner, name) in self._begin:
                 self._values.setdefault((owner, name), value)
@@ -87,7 +87,7 @@ def buffers_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor
 
 
 def own_buffers(owner: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """The same, of the module alone."""
+    """Owner, name and buffer of each buffer of the module itself, as in `buffers_in`."""
     for name, buffer in owner._buffers.items():
         if buffer is not None and not buffer.is_inference():
             yield owner, name, buffer

@@ -1,4 +1,4 @@
-"""Cuts autograd's graph of a forward pass into segments that go backward one by one, with the gradients of the whole graph.
+"""The cut of a forward pass's autograd graph into segments. They go backward one by one, and give the gradients of the whole graph.
 
 Knows graphs and tensors. Must not know modules, threads or engines.
 """
@@ -12,11 +12,11 @@ Knows graphs and tensors. Must not know modules, threads or engines.
 #                 2: from z with b, and from its input(y) with a; y.gradient = a + the gradient that segment 2 adds
 #                 1: from y
 #
-# Autograd adds the gradients from several users of a tensor in backward order, the last user first. The cut graph keeps this order:
-# the stored gradient of later segments is the first term of the sum at the input(y) of an earlier segment. So the bits are the same. The
-# same holds for a parameter that several segments use.
+# Autograd adds the gradients from several users of a tensor in backward order, the last user first. The cut graph keeps this order.
+# At the input(y) of an earlier segment, the stored gradient of later segments is the first term of the sum. So the bits are the same. The same
+# holds for a parameter that several segments use.
 #
-# The sequence number of a node tells which segment made it. Autograd counts nodes in each thread, and each forward pass has its own
+# The sequence number of a node shows which segment made the node. Autograd counts nodes in each thread, and each forward pass has its own
 # thread. A `_SegmentInput` saves nothing, and shares memory and version counter with its tensor.
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class Segment:
         self.name, self.position, self.first_node = name, position, first_node
         self.outputs: dict[tuple, CutTensor] = {}  # made here and used by later segments
         self.inputs: list[tuple[GradientEdge, CutTensor]] = []  # made by earlier segments and used here
-        self.touched: set = set()  # parameters of ops that it has called
+        self.touched: set = set()  # parameters of ops that the segment has called
 
     def roots(self) -> list[tuple[GradientEdge, torch.Tensor]]:
-        """Edges at which its backward pass starts, each with a gradient."""
+        """Edges at which the segment's backward pass starts, each with a gradient."""
         outputs = [(cut.edge, cut.gradient) for cut in self.outputs.values() if cut.gradient is not None]
         return outputs + [(edge, cut.gradient) for edge, cut in self.inputs if cut.gradient is not None]
 
     def leaves(self, loss: torch.Tensor | None = None) -> tuple[set[torch.Tensor], Node | None]:
-        """The leaves of its graph, such as parameters, and the first node of an earlier segment that the graph reaches, or None.
+        """The leaves of the graph, such as parameters, and the first node of an earlier segment that the graph reaches, or None.
 
         loss: the end of the whole graph, if this segment is the last one.
         """
@@ -86,8 +86,8 @@ class GraphCutter:
 
     def __init__(self):
         self.segments = [Segment("", 0, 0)]
-        self.is_over = False  # the forward pass
-        self._inputs: dict[tuple, torch.Tensor] = {}  # of the current segment
+        self.is_over = False  # whether the forward pass is over
+        self._inputs: dict[tuple, torch.Tensor] = {}  # inputs of the current segment
         self._handle = torch.empty(0, requires_grad=True, device="cpu")
 
     def begin_segment(self, name: str, position: int) -> None:
@@ -116,7 +116,7 @@ class GraphCutter:
         return next(segment for segment in reversed(self.segments) if segment.first_node <= number)
 
     def end(self) -> None:
-        """The forward pass is over."""
+        """End the forward pass."""
         self._inputs, self.is_over = {}, True
 
 

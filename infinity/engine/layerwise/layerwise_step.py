@@ -1,21 +1,21 @@
-"""All micro-batches of a layer-wise step: which one runs next, forward and backward, and when a chunk's gradients are complete.
+"""All micro-batches of a layer-wise step: their order, forward and backward, and the completion of each chunk's gradients.
 
-Knows micro-batches, segments, chunks, and a few calls of the engine. Must not know plans, where records are stored, or how bytes move.
-device_sums.py learns from this file which gradients come and when they are complete; activations.py in which order saved tensors are needed.
+Knows micro-batches, segments, chunks, and a few calls of the engine. Must not know plans, where records are stored, or how bytes move. Tells
+device_sums.py which gradients come and when they are complete. Tells activations.py the order in which saved tensors are needed.
 """
 
-# [Note: the order of things by layer]
-# Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses where a segment begins. Of the micro-batches that have come least
-# far, the first one runs next. The block that is called gives the position: each group of blocks has one, and another one in each further
-# round through the model. So the control flow is the model's own, and may differ between micro-batches.
+# [Note: the order of a layer-wise step]
+# Each micro-batch's `loss(model, micro_batch)` has a thread, which pauses where a segment begins. Of the micro-batches with the least progress,
+# the first one runs next. The called block determines the position. Each group of blocks has one position, and one more each time the model
+# runs through its blocks again. So the control flow is the model's own, and may differ between micro-batches.
 # The last segment of a micro-batch goes backward as soon as its loss is known. When all losses are known, segments go backward from the last
 # to the first, and in each segment the micro-batches in their order. So gradients of a parameter add up in the order of the ordinary loop,
-# on the device ([Note: room for sums] in device_sums.py). On several ranks, the shards of each micro-batch's reduction add up. A
-# chunk is complete with the first segment that uses it. A parameter that several segments use, such as a tied embedding, has one gradient a
-# micro-batch. The parts from later segments wait on the device, or where activations are kept.
+# on the device ([Note: room for sums] in device_sums.py). On several ranks, the shards of each micro-batch's reduction add up. The
+# gradients of a chunk are complete when the first segment that uses the chunk has gone backward. A parameter of several segments, such as a
+# tied embedding, has one gradient per micro-batch. Parts from later segments wait on the device, or where activations are kept.
 #
 # Every block is checkpointed, except blocks that the program checkpoints. A pass that builds no graph, such as that of a reference model,
-# does not pause, because the code around it may expect that nothing runs in between.
+# does not pause. The code around such a pass may expect that nothing runs in between.
 # Of a model whose weights never leave the device, nothing is cut or checkpointed.
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LayerwiseStep:
         self.num, self.at_once = num, self.limits.at_once(num)
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
-        is_away = self.is_cut and self.limits.is_away(num)  # uncut, it runs as the ordinary loop, whose activations stay
-        self.is_away = leaves_device(engine.config.activation_tier) or is_away  # the block inputs
+        is_away = self.is_cut and self.limits.is_away(num)  # an uncut step runs as the ordinary loop
+        self.is_away = leaves_device(engine.config.activation_tier) or is_away  # block inputs leave the device
         self.buffers = BufferSnapshot(model, self.blocks)
         checks = bool(self.blocks) and self.limits.is_unchecked(model, is_cut=self.is_cut)
         self.attributes = AttributeConflicts(model) if checks else None
@@ -72,7 +72,7 @@ class LayerwiseStep:
         self._updates = False
 
     def _divide_blocks(self) -> None:
-        """blocks: those whose calls are intercepted. groups: runs of blocks that are one segment. lead: position of the first group."""
+        """blocks: blocks whose calls are intercepted. groups: runs of blocks that are one segment. lead: position of the first group."""
         self.blocks = [] if self.limits.whole else blocks_of(self.model)
         chunk_nbytes = max(chunk.chunk.nbytes for chunk in self.engine.registry.chunks)
         full = self.at_once == 1 < self.num
@@ -81,13 +81,13 @@ class LayerwiseStep:
         self.is_cut = len(self.groups) + self.lead > 1
         if not self.is_cut and not full:  # one segment: the ordinary loop
             if not self.blocks and not self.limits.whole:
-                self.limits.report("the model has no list of modules with parameters of which two are of one class", "it runs as one")
+                self.limits.report("the model has no list of modules in which two with parameters have one class", "it runs as one segment")
             self.blocks, self.groups = [], []
         self.group = {block: number for number, group in enumerate(self.groups) for block in group}
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether the step may begin anew after a failure: it is cut, no weight is updated, and there is no other rank."""
+        """Whether the step may restart after a failure: the step is cut, no weight is updated, and there is no other rank."""
         return not self._updates and self.num > 1 and self.is_cut and not self.engine.ranks.are_several
 
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
@@ -98,7 +98,7 @@ class LayerwiseStep:
         self._first_two = micro_batches[:2]
         if num_together > 1:
             self.sums = DeviceSums(self.engine.gradients, self.engine.weights)
-        before = calls.swap(CallState(calls.frames, threading.get_ident()))  # the same list: code that has calls in it can end them
+        before = calls.swap(CallState(calls.frames, threading.get_ident()))  # the same list: an outer caller can end the calls in this list
         if before.frames:
             calls.swap(before)
             raise UsageError(beside("infinity.accumulate"))
@@ -112,7 +112,7 @@ class LayerwiseStep:
                     if self.sums is not None:
                         self.sums.abandon()
         finally:
-            calls.end_all()  # blocks that ran again were called in this thread
+            calls.end_all()  # recomputed blocks were called in this thread
             calls.swap(before._replace(thread=threading.get_ident()))
         streams[:] = [micro.rng for micro in micro_batches]
         return losses
@@ -186,7 +186,7 @@ class LayerwiseStep:
             self.limits.note(_conflict(*found))
 
     def restore_modules(self) -> None:
-        """The step begins anew: buffers and parameters are as they were before it."""
+        """The step restarts: restore buffers and parameters from before the step."""
         self.buffers.restore()
         if self.attributes is not None:
             self.attributes.restore()
@@ -210,9 +210,9 @@ class LayerwiseStep:
             self.sums.close()
 
     def position(self, block: nn.Module, at: int) -> int:
-        """The position of a forward pass after it calls a block at position `at`: the next one of the block's group.
+        """The position of a forward pass after it calls a block at position `at`: the next position of the block's group.
 
-        It is the same in every forward pass. So passes that skip blocks meet the others again, and gradients of a block add up in the
+        All forward passes use the same positions. So passes that skip blocks meet the others again, and gradients of a block add up in the
         order of micro-batches.
         """
         number, following = self.group[block], at + 1 - self.lead
@@ -225,8 +225,8 @@ class LayerwiseStep:
         groups = [self.groups[(position - self.lead) % len(self.groups)] for position in range(maker.position + 1, segment.position + 1)]
         blocks = [next(block for block in group if block is not None) for group in groups]
         self.limits.note(
-            f"the part of the model after {segment.name} reaches {name}, of an earlier part of the model, in a way that the engine does not "
-            f"see, such as a custom function between blocks, or a tensor that a block finds elsewhere than in its arguments",
+            f"the part of the model after {segment.name} reaches {name} of an earlier part (which the engine cannot see: a custom function "
+            f"between blocks, or a tensor that is not an argument of its block)",
             blocks,
         )
 
@@ -235,7 +235,7 @@ class LayerwiseStep:
         return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.is_cut else contextlib.nullcontext()
 
     def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
-        """The last segments left of these micro-batches go backward."""
+        """Begin sums of gradients, because the last segments left of these micro-batches go backward."""
         if self.sums is not None:
             lasts = [micro.cutter.segments[-2:] for micro in micro_batches]
             self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
@@ -270,7 +270,7 @@ class LayerwiseStep:
 
 
 def refuse_gradient(engine) -> bool:
-    """A gradient of a parameter arrives. Raises UsageError if a loss function runs: it has called backward()."""
+    """Called when a gradient of a parameter arrives. Raises UsageError if a loss function has called backward()."""
     engine.calls.loss.refuse("backward()")
     return False
 
@@ -283,7 +283,7 @@ def _parts_after(num: int, part: tuple[int, int]) -> Iterable[tuple[int, int]]:
 
 
 def _conflict(module: nn.Module, attribute: str) -> str:
-    return f"{_attribute_name(module, attribute)} is another one for each micro-batch, and other micro-batches read it in between"
+    return f"{_attribute_name(module, attribute)} has another value for each micro-batch, and other micro-batches read this value in between"
 
 
 def _attribute_name(module: nn.Module, attribute: str) -> str:

@@ -1,6 +1,6 @@
-"""Limits of layer-wise accumulation for one engine: blocks that begin no segment, and how many micro-batches the device has room for.
+"""Limits of layer-wise accumulation for one engine: blocks that begin no segment, and the number of micro-batches that fit on the device.
 
-A step that meets a limit begins anew. Each limit is reported once.
+A step that meets a limit restarts. Each limit is reported once.
 Knows blocks by identity, numbers of micro-batches, and reasons. Must not know graphs, threads, or how a step runs.
 """
 
@@ -19,7 +19,7 @@ OFFLOAD_REST = "found no room in host memory: Config(activation_tier='nvme') mov
 
 
 class RestartStep(Exception):
-    """The step must begin anew. The exception never leaves `infinity.accumulate`."""
+    """The step must restart. The exception never leaves `infinity.accumulate`."""
 
 
 class LayerwiseLimits:
@@ -32,7 +32,7 @@ class LayerwiseLimits:
         self.reasons: list[str] = []
         self._who, self._tell = who, tell
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # blocks that continue the segment before them
-        self._checked: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # model -> whether it was cut then
+        self._checked: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # model -> whether a checked step cut it
         self._found: set[nn.Module] = set()  # blocks to join, until the ranks agree on them
         self.found_whole = False
         self._told_of_cache = False
@@ -51,20 +51,20 @@ class LayerwiseLimits:
         return self.away is not None and num_micro_batches >= self.away
 
     def note_away(self, num_micro_batches: int, room: str) -> None:
-        """The block inputs of so many micro-batches do not fit on the device. room: host memory for them, as text."""
+        """Note that block inputs of so many micro-batches do not fit on the device. room: host memory for them, as text."""
         if self.away is None:
             self._say(
-                f"the inputs of blocks of {num_micro_batches} micro-batches go to host memory, which has {room} for them: "
-                f"the device has no room"
+                f"the device has no room for the block inputs of {num_micro_batches} micro-batches: "
+                f"they go to host memory, which has {room} for them"
             )
         self.away = num_micro_batches
 
     def note_full(self, num_micro_batches: int, *, kept_there: bool) -> None:
-        """The device has no room for so many micro-batches. kept_there: the configuration keeps block inputs on the device."""
+        """Note that the device has no room for so many micro-batches. kept_there: the configuration keeps block inputs on the device."""
         self.most = -(-num_micro_batches // 2)
         how = f"they run in rounds of {self.most}" if self.most > 1 else "they run one after the other"
         how += f", unless {OFFLOAD_INPUTS}" if kept_there else ""
-        self.report(f"the device has no room for {num_micro_batches} micro-batches by layer", how)
+        self.report(f"the device has no room for {num_micro_batches} micro-batches in a layer-wise step", how)
 
     def is_unchecked(self, model: nn.Module, *, is_cut: bool) -> bool:
         """Whether no step has completed all forward passes of the model in this form."""
@@ -72,15 +72,15 @@ class LayerwiseLimits:
         return checked is None or (is_cut and not checked)
 
     def note_checked(self, model: nn.Module, *, is_cut: bool) -> None:
-        """A step has completed all forward passes of the model."""
+        """Note that a step has completed all forward passes of the model."""
         self._checked[model] = is_cut or self._checked.get(model, False)
 
     def note(self, reason: str, blocks: Iterable[nn.Module] = ()) -> None:
-        """The model cannot be cut before these blocks. If none of them is a new border, the model cannot be cut at all."""
+        """Note that the model cannot be cut before these blocks. If none of them is a new border, the model cannot be cut at all."""
         found = set(blocks).difference(self._joined)
         self._found |= found
         self.found_whole |= not found
-        self.report(reason, "the parts of the model between these run as one" if found else "micro-batches run one after the other")
+        self.report(reason, "these parts and all parts between them run as one segment" if found else "micro-batches run one after the other")
 
     def report(self, reason: str, how: str) -> None:
         """Report a reason, and how the step runs instead, once."""
@@ -89,16 +89,16 @@ class LayerwiseLimits:
             self._say(f"{reason}: {how}")
 
     def report_cache(self) -> None:
-        """The configuration of the model has use_cache=True. Each layer-wise step turns the cache off."""
+        """Report once that layer-wise steps turn off the cache of a model with use_cache=True in its configuration."""
         if not self._told_of_cache:
             self._told_of_cache = True
             self._say(
                 "the cache of the model (config.use_cache=True) is turned off, because blocks run again in backward. "
-                "Some models, such as T5, then round otherwise than in the ordinary loop. Set config.use_cache=False: both are equal"
+                "Some models, such as T5, then round differently than in the ordinary loop. With config.use_cache=False both have the same bits"
             )
 
     def agree(self, blocks: list[nn.Module], ranks: Ranks) -> bool:
-        """Join what any rank has found since the last call. Returns whether there was any. All ranks pass the same blocks."""
+        """Apply the limits that any rank has found since the last call. Returns whether there are any. All ranks pass the same blocks."""
         whole, *found = ranks.most([self.found_whole, *(block in self._found for block in blocks)])
         self.whole |= bool(whole)
         self._joined.update(block for block, is_found in zip(blocks, found, strict=True) if is_found)

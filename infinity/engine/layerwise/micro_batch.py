@@ -3,18 +3,18 @@
 Knows blocks, graphs and saved tensors. Must not know other micro-batches, groups of blocks, or how bytes move.
 """
 
-# [Note: what is not cut]
+# [Note: parts that are not cut]
 # The cut does not see a tensor of an earlier segment that a custom function or a block's closure uses. The graph then reaches into the
-# earlier segment, which goes backward later. `_examine_graph` looks for this after each forward pass. All segments from the one that made
-# the tensor to the one that uses it are joined from then on.
-# A tensor that is changed in place has another value when a block runs again in backward. A model that changes inputs of blocks so runs
+# earlier segment, which goes backward later. `_examine_graph` looks for this after each forward pass. From then on, all segments
+# from the tensor's maker to its user are joined.
+# A tensor that is changed in place has another value when a block runs again in backward. A model that changes block inputs in place runs
 # as in the ordinary loop. In both cases the values of the forward pass are right. So on several ranks the pass goes on to the end, where ranks
 # exchange their findings.
-# Other micro-batches find the attributes that a module sets during a forward pass. If an attribute differs for each micro-batch,
+# Other micro-batches see the attributes that a module sets during a forward pass. If an attribute differs for each micro-batch,
 # micro-batches run as in the ordinary loop. The same holds for a buffer that several segments write. The first step looks for both. The
 # search does not find a buffer that one segment writes and others read.
 # A parameter that several segments use gets its gradient in parts, and hooks of the program must not see parts.
-# A step that finds one of these begins anew, with the same random numbers and the old buffers. Later steps know the limit (limits.py).
+# A step that finds one of these cases restarts, with the same random numbers and the old buffers. Later steps know the limit (limits.py).
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MicroBatch:
         self.cut_mode = CutMode(self.cutter, self._note_change)
         self.thread = PausableThread(work, self._thread_context, f"micro-batch-{number}")
         self.first_use: dict[ParameterState, int] = {}  # the position of the first segment that uses a parameter
-        self._waiting: dict[ParameterState, torch.Tensor | SavedTensor] = {}  # gradients of parameters that earlier segments use, too
+        self._waiting: dict[ParameterState, torch.Tensor | SavedTensor] = {}  # gradients of parameters that earlier segments also use
         self._inputs: list[tuple[weakref.ref, int, str]] = []  # tensors that blocks were given, with version and the block's class
         self._call_state = CallState([], threading.get_ident(), touched=self.cutter.segments[0].touched)
         self._in_block = False
@@ -116,7 +116,7 @@ class MicroBatch:
         flat, build = flatten((args, kwargs))
         inputs = [(x, x._version) for x in flat if isinstance(x, torch.Tensor) and not x.is_inference()]
         flat = [self.cutter.as_input(x) if self.cutter.is_earlier(x) else x for x in flat]
-        caches = {index: copy_of_cache(x) for index, x in enumerate(flat) if is_cache(x)}  # their state before the first run fills them
+        caches = {index: copy_of_cache(x) for index, x in enumerate(flat) if is_cache(x)}  # copies, because the first run fills the caches
         first = [(args, kwargs)]  # the program may look into these containers after the first run
         buffers, name = RecomputeBuffers(block), type(block).__name__
 
@@ -140,7 +140,7 @@ class MicroBatch:
         return output
 
     def _note_change(self, name: str) -> None:
-        self.step.limits.note(f"{name} changes in place what it is given, but blocks run again in backward and need the old values")
+        self.step.limits.note(f"{name} changes its inputs in place, but blocks run again in backward and need the old values")
 
     def _examine_graph(self) -> None:
         """The forward pass is over: find the first segment that uses each parameter, and the places that cannot be cut."""
@@ -162,7 +162,7 @@ class MicroBatch:
         self._inputs = [each for each in self._inputs if each[0]() is not None]
         for tensor, version, name in self._inputs:
             if tensor()._version != version and not self.step.limits.found_whole:
-                self.step.limits.note(f"an input of {name} is changed in place behind it, but {name} runs again in backward")
+                self.step.limits.note(f"an input of {name} is changed in place after the call, but {name} runs again in backward")
 
     def backward(self, position: int) -> None:
         """Run the backward pass of the segment at this position, if that segment is the last one left."""

@@ -37,7 +37,7 @@ class PausableThread:
         self._work, self._context = work, context
         self._error: BaseException | None = None
         self._gives_up = False
-        self._caller_lock, self._work_lock = threading.Lock(), threading.Lock()  # the thread that waits holds its own
+        self._caller_lock, self._work_lock = threading.Lock(), threading.Lock()  # each thread waits at its own lock
         self._paused = True
         variables = contextvars.copy_context()
         self._thread = threading.Thread(target=lambda: variables.run(self._run), name=THREADS + name, daemon=True)
@@ -63,7 +63,7 @@ class PausableThread:
             raise raised or self._error
 
     def take_result(self) -> object:
-        """The result of the work, the first time; None afterwards."""
+        """The result of the work at the first call, None afterwards."""
         result, self.result = self.result, None
         return result
 
@@ -135,7 +135,7 @@ def _held_lock() -> threading.Lock:
 
 
 class TorchThreadState:
-    """State that torch keeps for each thread, as the creating thread has it: grad mode, autocast, function modes, CUDA stream."""
+    """The creating thread's state of torch, which each thread has separately: grad mode, autocast, function modes, CUDA stream."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -4,9 +4,9 @@ Knows torch's generators. Must not know threads, modules or engines.
 """
 
 # [Note: random numbers of a micro-batch]
-# Each micro-batch has its own stream. The first stream is the program's, and the others are seeded from it. So the numbers of a micro-batch
-# do not depend on when others run, on how many follow, or on where the model is cut. A checkpoint that spans a pause finds the state
-# that it has saved. After the step, the program's generators go on from the last stream that was used.
+# Each micro-batch has a separate stream. The program's stream is the first one, and seeds the others. So the numbers of a micro-batch
+# depend neither on the time and number of other micro-batches nor on the cuts of the model. A checkpoint that spans a pause finds the saved
+# state again. After the step, the program's generators go on from the last used stream.
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
 Knows modules. Must not know threads, graphs or engines.
 """
 
-# [Note: what is a segment]
+# [Note: blocks, groups and segments]
 # Blocks are the members with parameters of an outermost ModuleList or Sequential, if two or more members have one class. Very small blocks
-# form a group. A segment begins when the first block of a group is called, or another block after one of another group. The segment ends
-# where the next one begins. So embeddings, norms, a head and the loss belong to the segment in which they run. A joined block begins none.
+# form a group. A segment begins with a call of a group's first block, or of any block whose group differs from the last block's. The segment
+# ends where the next one begins. So embeddings, norms, a head and the loss belong to the segment in which they run. Joined blocks begin none.
 #
 # [Note: how many blocks a segment has]
 # A segment has one block, unless blocks are so small that thread switches (0.03 ms each) count. The engine keeps the inputs of every block
 # for each micro-batch, so a larger segment saves only thread switches. A larger segment costs time: reads for the next segment wait until
-# the last micro-batch has passed this one. A larger segment costs room: its weights stay for all micro-batches. Without that room each
+# the last micro-batch has passed this one. A larger segment costs memory: its weights stay for all micro-batches. Without that memory each
 # micro-batch fetches the weights again: 19 and 26 bytes a parameter with 4 and 8 blocks, 13 with one. The table shows seconds a step
 # relative to one block a segment, all on NVMe, on a CPU whose blocks sleep 1 to 8 ms. Compute takes about as long as the drive. The numbers
 # are medians of 4 to 44 steps, which scatter by a third:

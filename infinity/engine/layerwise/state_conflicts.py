@@ -41,7 +41,7 @@ class AttributeConflicts:
         return next((key for key in inside if self._params.get(key) is not key[0]._parameters[key[1]]), None)
 
     def restore(self) -> None:
-        """Put the parameters back. Interleaved passes have restored them in another order than they had replaced them."""
+        """Put the original parameters back. Interleaved passes may have replaced and restored parameters in different orders."""
         for module, name in self._replaced():
             module._parameters[name] = self._params[module, name]
 
@@ -70,7 +70,7 @@ class BufferConflicts:
         self._written: set[tuple[object, nn.Module, str]] = set()
 
     def check(self, forward: object) -> Attribute | None:
-        """A forward pass pauses. Returns a buffer that this pass has written in an earlier segment, too."""
+        """A forward pass pauses. Returns a buffer that this pass has also written in an earlier segment."""
         before, self._before = self._before, self._values()
         written = [(forward, *key) for key, value in self._before.items() if before.get(key) != value]
         found = next((key for _, *key in written if (forward, *key) in self._written), None)

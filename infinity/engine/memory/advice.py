@@ -40,17 +40,17 @@ class LayerwiseAdvice:
         return statistics.median(self._speedups) if len(self._speedups) == NUM_STEPS else None
 
     def begin(self) -> None:
-        """The first pass of an ordinary step begins."""
+        """Note the beginning of an ordinary step, at its first pass."""
         self._began = now(), self._drives()
         self._read_nbytes, self._passes = self._meters["nvme_read"].nbytes, []
 
     def pass_done(self) -> None:
-        """A forward and backward pass is over."""
+        """Note the end of a forward and backward pass."""
         before, self._read_nbytes = self._read_nbytes, self._meters["nvme_read"].nbytes
         self._passes.append(self._read_nbytes - before)
 
     def step_done(self) -> None:
-        """The step is over."""
+        """End the step: renew the estimate, and report a large speedup once."""
         began, self._began, num_passes = self._began, None, len(self._passes)
         if began is None or num_passes < 2:
             return

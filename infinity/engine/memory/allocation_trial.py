@@ -34,17 +34,17 @@ class AllocationTrial:
         return bool(self._steps)
 
     def begin_pass(self, shapes: Shapes) -> None:
-        """A pass with inputs of these shapes begins, which builds a graph."""
+        """Note the beginning of a pass that builds a graph, with inputs of these shapes."""
         self._inputs = hash((self._inputs, shapes))
         if self._began is None:
             self._began = now()
 
     def drop_passes(self) -> None:
-        """The passes so far do not belong to the current step."""
+        """Forget the passes so far, which do not belong to the current step."""
         self._inputs, self._began = 0, None
 
     def step_done(self) -> bool:
-        """The step is over. Returns whether the division has failed."""
+        """End the step. Returns whether the division has failed."""
         self._last = self._inputs, 0.0 if self._began is None else now() - self._began
         self.drop_passes()
         if len(self._steps) > NUM_STEPS:
@@ -57,7 +57,7 @@ class AllocationTrial:
         return is_longer and all(each == inputs[0] for each in inputs[-3:])
 
     def begin(self, is_new: bool) -> None:
-        """A division was made after the last step. is_new: the division differs from the previous one."""
+        """Note a division that was made after the last step. is_new: the division differs from the previous one."""
         self._steps = [self._last] if is_new else []
 
     def fail(self) -> None:

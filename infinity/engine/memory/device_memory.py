@@ -11,7 +11,7 @@ come from the training thread, on all ranks at the same points.
 # The plan keeps weights in this memory. If all weights fit, records visit the device, beginning with the first spans. No other work could hide
 # the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting record
 # keeps its place at home, in host memory or on NVMe, and returns there when inputs grow.
-# Gradients that wait for step(), and have no place in host memory, come before records. They stay until their update begins. In a step of
+# Gradients that wait for step(), and have no place in host memory, come before records, and stay until their update begins. In a step of
 # several passes, gradients that have arrived come to the device after the first pass. In host memory, places for gradients come before homes
 # of visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if host memory and NVMe are too
 # small for the model, the first records live on the device from the start.
@@ -20,8 +20,8 @@ come from the training thread, on all ranks at the same points.
 # gradients go home, and that step is measured again. So a program that catches the error and repeats the step has all the memory.
 # The same happens, until inputs grow, if the division made steps longer ([Note: when a division has failed] in allocation_trial.py).
 #
-# Records that move from the host to the device only for their update save no time if the host's memory bandwidth bounds both ways. On a host
-# of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
+# Sending records from the host to the device only for their update saves no time if the host's memory bandwidth limits both the transfer and
+# the update on the host. On a host of 175 GB/s with links of 50 GB/s, the best split had 1.05 times the rate of the host alone.
 
 from __future__ import annotations
 

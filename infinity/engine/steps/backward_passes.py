@@ -4,11 +4,11 @@ Knows chunks, the phase of a step and the parts of an engine. Must not know how 
 """
 
 # [Note: backward passes that only pass through]
-# A frozen model passes gradients on to its inputs: a critic, a teacher, a base under adapters that are in no engine. So a backward pass
-# belongs to a step only from its first gradient of a parameter of the engine on, on any rank. Before that, the pass is expected to belong to
-# the step if a forward pass with something to train has come since the last such pass. A pass without a gradient needs no optimizer, and does
-# not count for `accumulation_steps`. A step() after such a pass changes nothing, as in plain PyTorch. No step() ends the plan of such passes.
-# The plan ends with the backward pass, or with a forward pass that has built no graph.
+# A frozen model only passes gradients on to its inputs: a critic, a teacher, a base under adapters that are in no engine. So a backward pass
+# belongs to a step only once any rank has a gradient of a parameter of the engine. Before, the engine expects a pass to belong to the step if
+# a forward pass with trainable parameters has run since the last backward pass with gradients. A pass without a gradient needs no optimizer,
+# and does not count for `accumulation_steps`. A step() after such a pass changes nothing, as in plain PyTorch. No step() ends the plan of such
+# passes. The plan ends with the backward pass, or with a forward pass that has built no graph.
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class BackwardPasses:
         self.micro_batches = MicroBatches()
         self._end_is_queued = False  # autograd will call end_backward
 
-    # What hooks call.
+    # Calls from hooks.
 
     def begin(self) -> None:
-        """The gradient of an outermost output is known. Further calls in the same backward pass do nothing."""
+        """Begin a backward pass when the gradient of an outermost output is known. Further calls in the same pass do nothing."""
         if self.state.in_backward:
             return
         self.cycle.clear_gradients()
@@ -85,7 +85,7 @@ class BackwardPasses:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def forget_end(self) -> None:
-        """No backward pass runs: autograd has dropped the call of `end_backward` together with a pass that failed."""
+        """Note that no backward pass runs: autograd has dropped the call of `end_backward` together with a pass that failed."""
         self._end_is_queued = False
 
     def expect_gradient(self, state: ParameterState) -> None:
@@ -118,12 +118,12 @@ class BackwardPasses:
             self._expect_gradients()
 
     def gradient(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """A parameter's gradient of this backward pass, or of one region of it."""
+        """Take a parameter's gradient of this backward pass, or of one region of the pass."""
         self.expect_gradient(state)
         self.arrive(state, grad)
 
     def arrive(self, state: ParameterState, grad: torch.Tensor) -> None:
-        """A gradient of a parameter is there: pass it to the gradients of its chunks."""
+        """Add a parameter's gradient to the gradients of the chunks that hold the parameter."""
         if self.state.phase is not RECEIVING:
             self.state.receive()
         if state.group is None:
@@ -153,7 +153,7 @@ class BackwardPasses:
 
     @uninterrupted
     def end_backward(self) -> None:
-        """The backward pass is over, without an error."""
+        """End a backward pass without an error."""
         self._end_is_queued = False
         if not self.state.in_backward:
             return
@@ -174,7 +174,7 @@ class BackwardPasses:
 
     @uninterrupted
     def abandon(self) -> None:
-        """The backward pass has raised."""
+        """End a backward pass that has raised."""
         self.forget_end()
         self.state.fail_pass(has_updated=self.updates.are_early)
         drop_half_arrived(self.registry.params)
@@ -182,11 +182,11 @@ class BackwardPasses:
         self.gradients.hurry()
         self.calls.release_all()
 
-    # What infinity.accumulate calls.
+    # Calls from infinity.accumulate.
 
     @contextlib.contextmanager
     def one_backward(self, *, num_together: int = 1, withhold: Callable[[ParameterState, torch.Tensor], bool] | None = None) -> Iterator[None]:
-        """All backward passes inside the block count as one. `complete` tells when a chunk has all its gradients. See MicroBatches."""
+        """All backward passes inside the block count as one. Call `complete` for chunks with all gradients. See MicroBatches."""
         self.cycle.check_open()
         torn = self.state.damage is Damage.WEIGHTS
         failed, begun = self.state.damage is Damage.GRADIENTS, self.state.num_backwards > 0 and not torn
@@ -209,12 +209,12 @@ class BackwardPasses:
         self.end_backward()
 
     def complete(self, chunks: list[ChunkState]) -> None:
-        """No further backward pass brings gradients of these chunks."""
+        """Note that no further backward pass brings gradients of these chunks."""
         for chunk in chunks:
             chunk.gradient.expect(0)
             if chunk.gradient.job is not None:
                 self.weights.expect_no_copy(chunk)
-                if not self.ranks.are_several:  # on several ranks, each micro-batch has reduced its gradients: the plan must not do so
+                if not self.ranks.are_several:  # on several ranks, micro-batches reduce gradients: the plan must not
                     self.completed.note(self.state.num_backwards, chunk)
                 self.updates.gradient_complete(chunk)
         self.updates.begin_ready()
@@ -232,7 +232,7 @@ class BackwardPasses:
             self.state.receive()
         return found
 
-    # What step() calls.
+    # Calls from step().
 
     def receive(self, given: Iterable[tuple[ParameterState, torch.Tensor]]) -> None:
         """Gradients that no backward pass has brought arrive, as if a backward pass brought them. All ranks must make this call."""

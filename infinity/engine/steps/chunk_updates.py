@@ -1,15 +1,15 @@
-"""Decides when the update of each chunk begins: during the backward pass, in step(), or later.
+"""The start of each chunk's update: during the backward pass, in step(), or later.
 
-Knows the gradients that are complete, and who moves weights and records. Must not know how they move, plans, hooks, or when a step begins
-and ends.
+Knows complete gradients, and the parts that move weights and records. Must not know how bytes move, plans, hooks, or when a step begins and
+ends.
 """
 
 # [Note: when a chunk is updated]
 # Deferred: step() begins a chunk's update if its record and its gradient are in memory. For all other chunks with a gradient, step()
 # announces the update ([Note: life of an update] in update_state.py) and remembers the hyper-parameters. The update begins when the next
-# forward pass fetches the chunk, or earlier if its next gradient or a read needs the record.
-# Backward: in the last backward pass before step(), the update begins when all gradients of the chunk are there, and no op and no saved view
-# needs its weights any more. step() begins the remaining updates. Both ways compute the same bits, see updates.py.
+# forward pass fetches the chunk, or earlier if the next gradient or a read needs the record.
+# Backward: the last backward pass before step() begins the update when all gradients of the chunk are there. No op and no saved view may need
+# the weights then. step() begins the remaining updates. Both ways compute the same bits, see updates.py.
 #
 # [Note: the split update]
 # A step moves 26 bytes a parameter from and to drives: 24 in the backward pass, 2 in the forward pass. If drives are slower than compute, the
@@ -18,10 +18,10 @@ and ends.
 # them. No plan chooses these updates, because a plan would have to know the drives' speed. Instead, the engine looks at the slots for states
 # when the plan reads the states of a chunk ahead. If updates still pin two thirds of the slots, drives are behind, and the update of this
 # chunk is put off. So the updates that are put off lie between the others. Their number follows from the drives' speed, and is zero if
-# compute hides all transfers. The gradient of such a chunk needs a place to wait: its own, or a slot that would be free otherwise ([Note: how
+# compute hides all transfers. The gradient of such a chunk waits in its own place, or in a slot that would be free otherwise ([Note: how
 # budgets are spent] in placement.py). Without a place the update begins at once. Ranks may differ in their choice, because the device copy is
-# stale in both cases. (Simulated, 3.4 B parameters on one drive, where drives and compute need the same time: a step takes 1.02 to 1.06 times
-# this time, and 1.13 to 1.21 times without putting off. The forward pass is 1/4 to 1/3 of compute.)
+# stale in both cases. (Simulation: 3.4 B parameters on one drive, with equal times for drives and compute. A step takes 1.02 to 1.06 times
+# this time, and 1.13 to 1.21 times if no update is put off. The forward pass is 1/4 to 1/3 of compute.)
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from infinity.tiers.weights import Weights
 class ChunkUpdates:
     """Updates of the current step.
 
-    early_hyper: hyper-parameters of the updates that the current backward pass begins; None if it begins none.
+    early_hyper: hyper-parameters of the updates that the current backward pass begins; None without such updates.
     ready: chunks whose update is READY.
     behind: chunks whose next update in a backward pass is put off. step() marks the first ones for the next step, so no reset clears the set.
     """
@@ -61,7 +61,7 @@ class ChunkUpdates:
         self.reset()
 
     def reset(self) -> None:
-        """A step is over, or its gradients are dropped."""
+        """Prepare for the next step, after step() or after gradients were dropped."""
         self.early_hyper: Hyper | None = None
         self.norm.expect(False)
         self.ready: list[ChunkState] = []
@@ -79,7 +79,7 @@ class ChunkUpdates:
     # During a backward pass.
 
     def gradient_complete(self, chunk: ChunkState) -> None:
-        """The chunk's gradient is complete, on all ranks."""
+        """Note that the chunk's gradient is complete, on all ranks."""
         if self.early_hyper is not None and self.updater.moment(chunk) is Moment.GRADIENT:
             self.updater.ready(chunk)
             self.ready.append(chunk)
@@ -143,8 +143,8 @@ class ChunkUpdates:
                 self.updater.announce(chunk, hyper)
 
     def announce(self, chunk: ChunkState, hyper: Hyper) -> None:
-        """The chunk is updated at its next use. Its device copy is stale until then."""
-        self.make_stale(chunk)  # first: this may adopt a write of the forward pass, which would wait for an announced update
+        """The update runs at the next use of the chunk. Until then the device copy is stale."""
+        self.make_stale(chunk)  # before the announcement: this may adopt a write of the forward pass, which would wait for an announced update
         self.updater.announce(chunk, hyper)
 
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
@@ -180,7 +180,7 @@ class ChunkUpdates:
         for chunk in dropped:
             self.gradients.drop(chunk)
 
-    # What is refused.
+    # Refusals.
 
     def refuse_late(self, optimizer) -> None:
         """Raise UsageError if updates may have begun: the norm of all gradients must be known before the first update."""

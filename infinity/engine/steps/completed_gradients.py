@@ -1,4 +1,4 @@
-"""Notes when each chunk's gradient was complete. The next plan places reductions and updates accordingly.
+"""The positions in a step at which each chunk's gradient was complete. The next plan places reductions and updates there.
 
 Knows the trace of a step, and the ranks. Must not know how gradients arrive, or how they are used.
 """
@@ -29,7 +29,7 @@ class CompletedGradients:
         self._ends: dict[int, int] = {}  # position in the trace where a backward pass ended
 
     def note(self, backward: int, chunk: ChunkState) -> None:
-        """All expected gradients of a chunk have arrived in backward pass number `backward`."""
+        """Note that all expected gradients of a chunk have arrived, in backward pass number `backward`."""
         self._found.append((backward, max(len(self.course.trace) - 1, 0), chunk.index))
 
     def end_pass(self, backward: int) -> None:
@@ -46,10 +46,10 @@ class CompletedGradients:
         return [(p, c) for _, p, c in found], early
 
     def _on_all(self, num_backwards: int) -> list[tuple[int, int, int]]:
-        """On several ranks, a gradient counts as complete not before the last use of its span in the pass.
+        """On several ranks, a gradient counts as complete only after the last use of the span in the pass.
 
-        The reason: the parameters of an op that get gradients may differ between ranks and steps. If a gradient is complete only after the
-        last use in the pass, it is reduced with the rest, at the end.
+        The reason: the parameters of an op that get gradients may differ between ranks and steps. A gradient that is complete only after the
+        last op of the pass is reduced at the end, with the rest.
         """
         trace, found = self.course.trace, []
         positions = [[NEVER] * len(self.registry.chunks) for _ in range(num_backwards)]

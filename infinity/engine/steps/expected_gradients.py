@@ -1,4 +1,4 @@
-"""Predicts how many gradients of each parameter a backward pass brings. So the engine knows when a chunk has all its gradients.
+"""A prediction of the number of gradients that a backward pass brings to each parameter, to detect complete chunks during the pass.
 
 Knows parameters, and the gradients that the last step's passes brought. Must not know how gradients are used.
 """
@@ -6,11 +6,11 @@ Knows parameters, and the gradients that the last step's passes brought. Must no
 # [Note: expected gradients]
 # The prediction for a backward pass is the number of gradients that the same pass of the last step brought. The prediction holds if as many
 # forward passes came before and as many ops used the parameter. The number is above one if reentrant checkpoints share the parameter. The
-# number is zero for an unused parameter. The last step says nothing in the first step, after a change of the loop, and for parameters that
+# number is zero for an unused parameter. There is no such prediction in the first step, after a change of the loop, and for parameters that
 # the program has frozen or thawed. Then the engine expects one gradient if one op has used the parameter, and none without such an op. In all
-# other cases the chunk waits for the end of the pass. An example is a backward pass over an older graph than the last one. A chunk also waits
-# for the end if it has received more gradients than expected. The same holds if one of several forward passes uses a parameter that had no
-# gradient in the last step: another forward pass may go backward this time.
+# other cases the chunk waits for the end of the pass. An example is a backward pass over an older graph than the last one. A chunk with more
+# gradients than expected also waits for the end. The same holds if one of several forward passes uses a parameter that had no gradient in the
+# last step. Another forward pass may go backward this time.
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class ExpectedGradients:
             state.touched_last[number] = state.touched
 
     def expect_nothing(self) -> None:
-        """A backward pass begins that brings no gradient, as far as is known."""
+        """Begin a backward pass that brings no gradient, as far as is known."""
         for state in self.params:
             state.arrivals = 0
 
     def expect_anything(self) -> None:
-        """Gradients come without a backward pass, from any parameters."""
+        """Expect gradients without a backward pass, of any parameters."""
         for state in self.params:
             state.expect(math.inf)
 
     def forget(self) -> None:
-        """The last step's passes do not predict the next passes."""
+        """Forget the last step, whose passes do not predict the next passes."""
         self._forwards_last.clear()
 
     def end_pass(self, number: int) -> list[ParameterState]:

@@ -1,4 +1,4 @@
-"""Counts forward passes: those that a backward pass may follow, and those that no step() will end.
+"""Counts of forward passes: passes with a possible backward pass, and passes that no step() will end.
 
 Knows numbers. Must not know modules or the result of a pass.
 """
@@ -14,9 +14,9 @@ MAX_OPEN = 16  # more graphs than this never go backward
 class ForwardPasses:
     """Forward passes of one engine.
 
-    num_training: passes with a graph and something to train, since the last backward pass that brought gradients.
-    num_open: passes without an optimizer, or with nothing to train, whose graph may still go backward; the engine fetches weights for these
-    passes along one plan. 0: the next such pass begins a new plan.
+    num_training: passes with a graph and trainable parameters, since the last backward pass that brought gradients.
+    num_open: passes without an optimizer, or without trainable parameters, whose graph may still go backward. One plan fetches the weights
+    of all these passes. 0: the next such pass begins a new plan.
     are_checked: the engine has looked for other optimizers and trainers before the first training pass.
     """
 
@@ -25,18 +25,18 @@ class ForwardPasses:
     are_checked: bool = False
 
     def count(self, trains: bool) -> None:
-        """A forward pass begins. trains: the pass has a graph and something to train."""
+        """Count a forward pass that begins. trains: the pass has a graph and trainable parameters."""
         self.num_training += trains
 
     def end_training(self) -> None:
-        """A backward pass has brought gradients."""
+        """Note that a backward pass has brought gradients."""
         self.num_training = 0
 
     def note_checked(self) -> None:
         self.are_checked = True
 
     def begin_open(self) -> bool:
-        """A forward pass begins that no step() will end. Returns whether this pass begins a new plan."""
+        """Count a forward pass that begins and that no step() will end. Returns whether this pass begins a new plan."""
         if self.num_open in (0, MAX_OPEN):
             self.num_open = 0
             return True
@@ -44,9 +44,9 @@ class ForwardPasses:
         return False
 
     def graph_built(self) -> None:
-        """The outermost forward pass returned a tensor that requires a gradient: its backward pass follows the same plan."""
+        """Note that an outermost forward pass returned a tensor that requires a gradient: its backward pass follows the same plan."""
         self.num_open = max(self.num_open, 1)
 
     def end_open(self) -> None:
-        """A backward pass is over."""
+        """Note the end of a backward pass."""
         self.num_open = 0

@@ -19,7 +19,7 @@ from infinity.tiers.updates import Updater
 
 
 class GradientNorm:
-    """is_expected: the norm is asked for after this backward pass, so squares are summed as gradients become complete."""
+    """is_expected: the norm is needed after this backward pass, so squares are summed as gradients become complete."""
 
     def __init__(self, gradients: Gradients, updater: Updater, ranks: Ranks, events: Events):
         self.gradients, self.updater = gradients, updater

@@ -1,6 +1,6 @@
-"""Decides when a chunk's gradient is reduced on several ranks: at one point on all of them.
+"""The reduction of each chunk's gradient on several ranks, at the same point of the backward pass on all ranks.
 
-Knows the ranks, and how far a backward pass is. Must not know how gradients move, plans, or when a step begins and ends.
+Knows the ranks, and the progress of a backward pass. Must not know how gradients move, plans, or when a step begins and ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GradientReductions:
     def reduce_planned(self, chunk: ChunkState) -> None:
         """The plan reduces the chunk now; all ranks are at this point.
 
-        If the step has left the plan, the chunk's gradient may not be complete here. It is then reduced later.
+        If the step has left the plan, the chunk's gradient may not be complete here. The reduction then comes later.
         """
         if not self.course.in_backward or chunk.update.is_early or self.course.off_plan:
             return
@@ -44,7 +44,7 @@ class GradientReductions:
                 self.updates.gradient_complete(chunk)
 
     def reduce_all(self, has_gradients: bool) -> tuple[bool, list[ChunkState]]:
-        """The pass is over, or one of its micro-batches: reduce all gradients that any rank has gathered since the last reduction.
+        """The pass, or one micro-batch, is over: reduce all gradients that any rank has gathered since the last reduction.
 
         has_gradients: this rank has brought a gradient. Returns whether any rank has, and the reduced chunks. For several ranks.
         """
@@ -60,18 +60,18 @@ class GradientReductions:
     def _agree(self, *told: list[bool], is_over: bool) -> list[list[int]]:
         """Returns the logical AND over all ranks of two lists, element by element.
 
-        Raises UsageError on every rank if the ranks are not at one place of the pass: after as many reductions, and all at its end or none.
-        Otherwise a rank would get the sum of another chunk's gradient.
+        Raises UsageError on every rank unless all ranks are at one place of the pass. At one place, they have begun equally many reductions,
+        and all or none are at the end. From another place, a rank would get the sum of another chunk's gradient.
         """
         number = self.gradients.reduce_scatter.num_begun
         place = number % (1 << 24) * 2 + is_over
         agreed = self.ranks.least([[told_ + sign * 2 * place for told_ in each] for each, sign in zip(told, (1, -1), strict=True)])
         first, last = ([sign * (number >> 1) for number in each] for each, sign in zip(agreed, (1, -1)))  # the ranks' places
         if first != last:
-            where = "it is over" if is_over else "an op of it begins"
+            where = "at the end" if is_over else "before an op"
             error = UsageError(
-                f"{self.ranks.name}: the ranks have parted in this backward pass; here {where} after {number} reductions of gradients, "
-                f"elsewhere not. {REMEDY}"
+                f"{self.ranks.name}: the ranks have parted in this backward pass. This rank is {where} after {number} reductions of gradients, "
+                f"another rank is not. {REMEDY}"
             )
             self.ranks.report(error)  # a lane may be in a reduction that the other ranks never join
             raise error

@@ -18,14 +18,14 @@ from infinity.errors import UsageError
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward passes inside the block are not the last of their step, as with DistributedDataParallel and FSDP.
 
-    The first backward pass outside is the last one, after any number of passes inside. All ranks must call it alike.
+    The first backward pass outside is the last one, after any number of passes inside. All ranks must make the same calls.
     Raises ConfigError for a model that is in no engine, UsageError unless its optimizer was made with accumulation_steps=2 or more.
     """
     engine = engine_of(model)
     if engine.optimizer is None or not engine.accumulating:
         raise UsageError(
             "infinity.no_sync with an optimizer of one backward pass a step: the engine has planned no memory for sums of gradients. Make "
-            "the optimizer with accumulation_steps=2 or more. Any number of passes is then allowed, as no_sync tells."
+            "the optimizer with accumulation_steps=2 or more. With infinity.no_sync, a step may then have any number of passes."
         )
     with engine.cycle.passes.no_sync():
         yield

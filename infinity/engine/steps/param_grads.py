@@ -1,18 +1,18 @@
-"""The content of `param.grad`. In the place of a gradient that has left for its tier, a sign has a norm and takes a factor.
+"""The content of `param.grad`: placeholders for gradients that have left for their tier. Programs may ask for a norm, or set a factor.
 
 Knows parameters. Must not know tiers, how a norm is summed, or when a step begins and ends.
 """
 
 # [Note: operations on gradients that have left]
-# A program may do with the signs the same as torch.nn.utils.clip_grad_norm_: ask for the norm of all gradients together, and multiply all of
-# them by one factor. The norm is the engine's own norm, as for max_grad_norm, and the same on all ranks. The factor waits for step(), whose
-# updates multiply each gradient by it. So both are exact in every tier. The engine knows no norm of some gradients alone, and applies no
-# factor to some of them. A tool that finds no gradient clips nothing and says nothing. So each sign stays in place from its backward pass to
-# step(), except while another forward or backward pass runs.
+# A program may use the placeholders as torch.nn.utils.clip_grad_norm_ does. It asks for the norm of all gradients together, and multiplies all
+# gradients by one factor. The norm is the engine's own norm, as for max_grad_norm, and the same on all ranks. The factor waits for step(). The
+# updates then multiply each gradient by the factor. So both are exact in every tier. The engine knows no norm of some gradients alone, and
+# applies no factor to some of them. A tool that finds no gradient would silently clip nothing. So a placeholder stays in place from the
+# backward pass to step(), except while another forward or backward pass runs.
 #
 # [Note: gradients of the last step]
-# In PyTorch a gradient stays after step(), and autograd adds the next gradient to it. The engine has used the memory for other data by then.
-# So the sign in `param.grad` also stays after step(), until the program drops it. The engine refuses a gradient that arrives before that.
+# In PyTorch a gradient stays after step(), and autograd adds the next gradient. The engine has used the memory for other data by then. So the
+# placeholder also stays after step(), until the program drops it. The engine refuses a gradient that arrives before.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.model.state_dict import DepartedGradient
 from infinity.system.ranks import Ranks
 from infinity.tiers.parameter_state import ParameterState
 
-_ALL = "{what} of {some} gradients, of {all}: the engine has one for all of them. Give it all parameters of the model in one call, each once"
+_ALL = "{what} of {some} gradients, of {all}: the engine has one for all gradients. Pass all parameters of the model in one call, each once"
 
 _NO_FACTOR, _GIVEN = -1, -2  # as float bits, these are NaNs that no arithmetic makes
 
@@ -47,27 +47,27 @@ class ParamGrads:
             state.departed.answer_by(self)
         self._norm, self._ranks = norm, ranks
         self._departed: dict[ParameterState, None] = {}  # parameters whose gradients have left in this step, or in the last one without a drop
-        self._hidden = False  # signs are out of `param.grad`: autograd would add to them, and torch.compile would see them
+        self._hidden = False  # `param.grad` has no placeholders: autograd would add to them, and torch.compile would see them
         self._wait = False  # the gradients wait for step() or zero_grad()
-        self._factors: dict[DepartedGradient, float] = {}  # factors of the signs that `common_factor` has not seen yet
-        self.factor = 1.0  # step() multiplies all gradients by it
+        self._factors: dict[DepartedGradient, float] = {}  # factors that `common_factor` has not seen yet
+        self.factor = 1.0  # step() multiplies all gradients by this factor
         self.norm_was_asked = False
 
     def depart(self, states: Iterable[ParameterState]) -> None:
-        """A backward pass that has brought gradients of these parameters is over."""
+        """Note the end of a backward pass that has brought gradients of these parameters."""
         self._departed |= dict.fromkeys(states)
         self._wait = True
         self.show()
 
     def show(self) -> None:
-        """A pass is over: put the signs into `param.grad` again."""
+        """A pass is over: put the placeholders into `param.grad` again."""
         self._hidden = False
         with DisableTorchFunctionSubclass():
             for state in self._departed:
                 set_grad(state.param, state.departed)
 
     def end_step(self) -> None:
-        """step() has used the gradients. Their signs stay, see [Note: gradients of the last step]."""
+        """step() has used the gradients. The placeholders stay, see [Note: gradients of the last step]."""
         self._wait = False
         self._factors.clear()
         self.factor = 1.0
@@ -88,7 +88,7 @@ class ParamGrads:
         return bool(self._departed) and not self._wait
 
     def departed(self, state: ParameterState) -> DepartedGradient | None:
-        """The sign of a gradient that has left in this backward pass or before; otherwise None."""
+        """The placeholder of a gradient that has left in this backward pass or before; otherwise None."""
         return state.departed if state.arrivals or state in self._departed else None
 
     def take_given(self) -> list[tuple[ParameterState, torch.Tensor]]:
@@ -111,7 +111,7 @@ class ParamGrads:
                 self._departed.pop(state, None)
         return given
 
-    # Methods that signs call, see [Note: operations on gradients that have left].
+    # Calls from placeholders, see [Note: operations on gradients that have left].
 
     def norm(self, gradients: Collection[DepartedGradient]) -> float:
         """The norm of all gradients. Raises UsageError unless `gradients` are all of them."""
@@ -132,7 +132,7 @@ class ParamGrads:
             self._require_all(self._factors, "a factor")
             factors = {str(factor) for factor in self._factors.values()}  # no NaN equals another one
             if len(factors) > 1:
-                raise UsageError(f"gradients were multiplied by {len(factors)} different factors; the engine has one for all of them")
+                raise UsageError(f"gradients were multiplied by {len(factors)} different factors: the engine has one factor for all")
             self.factor *= next(iter(self._factors.values()))
             self._factors.clear()
         return self.factor
@@ -143,7 +143,7 @@ class ParamGrads:
         if not self._ranks.agree(*struct.unpack("q", struct.pack("d", factor))):
             raise UsageError(
                 f"{self._ranks.name} multiplies gradients by {factor}. Another rank has another factor, is about to clip, or has put gradients "
-                f"into param.grad: clip on all ranks alike, and put gradients there on all ranks or on none"
+                f"into param.grad. Clip on all ranks alike, and put gradients into param.grad on all ranks or on none"
             )
         return factor
 
@@ -151,7 +151,7 @@ class ParamGrads:
         """Raise UsageError if another rank is in `agreed_factor`."""
         if not self._ranks.agree(_NO_FACTOR):
             raise UsageError(
-                f"{self._ranks.name} asks for the norm of all gradients, another rank does not, but calls step(): clip on all ranks alike"
+                f"{self._ranks.name} asks for the norm of all gradients, but another rank calls step(). Clip on all ranks alike"
             )
 
     def _require_waiting(self) -> None:
@@ -174,8 +174,8 @@ class ParamGrads:
         given = [state.name for state, grad in found if grad is not None and grad is not state.departed]
         if given:
             raise UsageError(
-                f"{given[0]}.grad was given a value, which the engine would not use: gradients have left for its tiers. Change them as "
-                f"they arrive, with param.register_hook(...)."
+                f"{given[0]}.grad was given a value, which the engine would not use: the gradient has left for its tier. Change gradients "
+                f"when they arrive, with param.register_hook(...)."
             )
         dropped = [state.name for state, grad in found if grad is None]
         if dropped and len(dropped) < len(self._departed):
@@ -186,7 +186,7 @@ class ParamGrads:
         return bool(dropped)
 
     def clear(self) -> None:
-        """Take the signs out of `param.grad` until `show`. Forget gradients of the last step that the program has dropped or replaced."""
+        """Take placeholders out of `param.grad` until `show`. Forget gradients of the last step that the program has dropped or replaced."""
         self.common_factor()
         with DisableTorchFunctionSubclass():
             if self.are_of_last_step and not self._hidden:

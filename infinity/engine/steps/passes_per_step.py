@@ -1,9 +1,9 @@
-"""The number of backward passes in a step: declared by accumulation_steps, or told pass by pass by `infinity.no_sync`.
+"""The number of backward passes in a step: declared by accumulation_steps, or marked pass by pass with `infinity.no_sync`.
 
 Knows numbers of passes. Must not know gradients.
 """
 
-# [Note: numbers of passes that no_sync tells]
+# [Note: the number of passes with no_sync]
 # A pass inside `infinity.no_sync` is not the last one of its step. The first pass outside is the last one. So the updates and sums of squares
 # that may begin in a last pass begin in this pass. Once a step has had a pass inside `no_sync`, any number of passes may follow. In other
 # steps, the optimizer's accumulation_steps counts. The program may call step() before the last pass, for example at the end of an epoch.

@@ -1,7 +1,7 @@
 """The plan of a step: made from the trace of an earlier step, and issued as ops begin.
 
 Knows the route of a step, and the parts that move weights and gradients. Must not know how these move bytes, modules, autograd or
-optimizers. The training thread calls it. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in route_position.py.
+optimizers. Called by the training thread. See [Note: who waits for whom] in weights.py and [Note: steps that differ] in route_position.py.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LOOK_AHEAD = 64  # uses after a jump in which `catch_up` looks for spans
 
 
 class PlanFollower:
-    """Issues the actions of a plan. keep: spans stay on the device while there is room. slots_ahead: slots of weights that are read into ahead;
-    states_ahead: chunks whose states are read ahead."""
+    """Issues the actions of a plan. keep: spans stay on the device while there is room. slots_ahead: number of slots for weights that are read
+    ahead. states_ahead: number of chunks whose states are read ahead."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PlanFollower:
         self._jumped = False
 
     def advance(self, key: Hashable, spans: Sequence[SpanState], *, record: bool) -> bool:
-        """An op begins that needs these spans: find its place on the route. Returns whether `issue` has actions to issue there.
+        """An op that needs these spans begins: find the op on the route. Returns whether `issue` has actions to issue there.
 
         record: the op's use belongs to the trace of this step. A step that has left its route reduces gradients without a plan, and evicts
         all spans that no op holds unless `keep` is set.
@@ -119,12 +119,12 @@ class PlanFollower:
             self.issue()
 
     def read_so_far_ahead(self, num_uses: int) -> None:
-        """From the next plan on, read so many uses ahead, whatever room memory has. Benchmarks compare distances with it."""
+        """From the next plan on, read so many uses ahead, whatever room memory has. For benchmarks that compare distances."""
         self.read_ahead, self.slots_ahead = num_uses, 0
         self.forget()
 
     def forget(self) -> None:
-        """Do without a plan until the next one is made."""
+        """Run without a plan until the next one is made."""
         self.course.forget()
 
     def adopt(self, reductions: Sequence[tuple[int, int]], updates: Sequence[tuple[int, int]], *, anew: bool = False) -> None:
@@ -174,6 +174,6 @@ class PlanFollower:
         )
 
     def _slots_of(self, spans: Iterable[int]) -> dict[int, int]:
-        """By span, the number of slots that its weights take."""
+        """The number of slots for the weights of each span, by span."""
         chunks_in = self.registry.chunks_in
         return {span: sum(c.weights_home.is_storage for c in chunks_in(self.registry.spans[span])) for span in spans}

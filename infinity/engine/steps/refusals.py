@@ -1,4 +1,4 @@
-"""Messages for calls that the engine refuses around passes and steps, and the checks that need no step.
+"""Messages for calls that the engine refuses around passes and steps, and checks that need no step.
 
 Knows torch's modes and the parameters. Must not know steps: step_cycle.py and backward_passes.py refuse calls that the step does not allow.
 """
@@ -31,7 +31,7 @@ def refuse_modes(device_type: str, dtype: str) -> None:
         name = next((name for name, known in TORCH_DTYPES.items() if known is wanted), wanted)
         raise UsageError(
             f"torch.autocast to {wanted} over an engine of dtype {dtype!r} casts weights that come and go, and caches the casts. Leave "
-            f'autocast out, or use infinity.Config(dtype="{name}"), which computes in it and keeps fp32 masters; autocast changes no weight then.'
+            f'autocast out, or use infinity.Config(dtype="{name}"): weights then have this dtype, with fp32 masters, and need no cast.'
         )
 
 
@@ -45,7 +45,7 @@ TORN = (
     "a backward pass began after an earlier one that failed half-way and had begun to update: weights are of two steps. Load a checkpoint "
     "first."
 )
-FAILED = "after a backward pass that raised; call zero_grad() and run it again"
+FAILED = "after a backward pass that raised; call zero_grad() and run the pass again"
 WEIGHTS_OF_TWO_STEPS = (
     "the last backward pass failed after some chunks had been updated: weights are of two steps. Load a checkpoint. With "
     "update='deferred', a failed backward pass can be repeated."
@@ -60,7 +60,7 @@ GIVEN_SCALED = (
     "loss.backward() instead, or use infinity.Config(dtype='bf16') or 'fp32', which need no loss scale."
 )
 GIVEN_LATE = (
-    "param.grad was given a gradient after a backward pass that has begun to update weights. Set it before that backward pass, or use "
+    "param.grad was given a gradient after a backward pass that has begun to update weights. Set param.grad before that pass, or use "
     "infinity.Config(update='deferred')."
 )
 
@@ -77,8 +77,8 @@ def too_late_to_clip(optimizer: str, made_at: str) -> str:
 def has_optimizer(made_at: str) -> str:
     """The message for a second optimizer of a model that has been trained. made_at: file and line where the program makes the first one."""
     return (
-        f"the model has an optimizer already, made at {made_at}, and has been trained with it. Go on with that one; its parameter groups take "
-        f"several settings. For a new start, close() the engine, and build model, engine and optimizer anew."
+        f"the model has an optimizer already, made at {made_at}, and has been trained with it. Go on with this optimizer; parameter groups "
+        f"can have different settings. For a new start, close() the engine, and build model, engine and optimizer anew."
     )
 
 
@@ -113,9 +113,9 @@ def refuse_sparse(state: ParameterState, grad: torch.Tensor) -> None:
 def no_optimizer(name: str) -> str:
     """The message for a gradient in an engine without an optimizer. name: of the parameter."""
     return (
-        f"a backward pass brings a gradient to {name}, and its engine has no optimizer. Make infinity.AdamW(model.parameters()) before "
-        f"the first forward pass; or freeze the model, with model.requires_grad_(False), where gradients are only to pass through, as "
-        f"through a critic, a reward model or a teacher."
+        f"a backward pass brings a gradient to {name}, but its engine has no optimizer. Make infinity.AdamW(model.parameters()) before the "
+        f"first forward pass. If gradients only pass through the model (a critic, a reward model, a teacher), freeze the model with "
+        f"model.requires_grad_(False)."
     )
 
 
@@ -125,31 +125,31 @@ def no_more_passes(num_backwards: int, num_passes: int, *, by_layer: bool) -> st
         return "a backward pass after infinity.accumulate, which brings all gradients of a step: call step() first"
     return (
         f"backward pass {num_backwards + 1} since the last step, but accumulation_steps={num_passes}. Declare it: "
-        f"infinity.AdamW(..., accumulation_steps=...); or tell which passes are not the last: with infinity.no_sync(model)."
+        f"infinity.AdamW(..., accumulation_steps=...). Or run all passes but the last inside `with infinity.no_sync(model):`."
     )
 
 
 def late_gradient(name: str) -> str:
     """The message for a gradient that arrives after the update of its chunk. name: of the parameter."""
     return (
-        f"{name} received a gradient after it was updated in this backward pass, which the last step did not show. Use update='deferred' for "
-        f"a model whose gradients come in changing numbers."
+        f"{name} received a gradient after its update in this backward pass: the last step had fewer gradients. Use update='deferred' for a "
+        f"model whose number of gradients changes from step to step."
     )
 
 
 def not_scaled(name: str) -> str:
     """The message for an fp16 gradient outside of the model's outputs. name: of the parameter."""
     return (
-        f"{name} has a gradient that comes from no output of the model, so it is not loss-scaled, as dtype='fp16' needs it. Return what the "
-        f"loss is made of as tensors, in tuples, lists, dicts or dataclasses; or use bf16."
+        f"{name} has a gradient that comes from no output of the model, so the gradient lacks the loss scale of dtype='fp16'. Return all "
+        f"tensors of the loss from the model, in tuples, lists, dicts or dataclasses. Or use dtype='bf16'."
     )
 
 
 def half_updated(what: str) -> str:
-    """The message for a call between a backward pass that updates and its step(). what: the call."""
+    """The message for a call (`what`) between a backward pass that updates and step()."""
     return (
         f"{what} between a backward pass that has begun to update and its step(): some weights are new already. Call step() first, or use "
-        f"update='deferred'. Where several backward passes make a step, declare it: infinity.AdamW(..., accumulation_steps=...)."
+        f"update='deferred'. If a step has several backward passes, declare their number: infinity.AdamW(..., accumulation_steps=...)."
     )
 
 
@@ -159,15 +159,15 @@ def refuse_by_layer(*, runs: bool, failed: bool, begun: bool) -> None:
     runs: a backward pass runs. failed: a backward pass has raised. begun: a backward pass of this step is over.
     """
     if runs:
-        raise UsageError("infinity.accumulate inside a backward pass or another accumulation by layer")
+        raise UsageError("infinity.accumulate inside a backward pass or another infinity.accumulate: call it between steps")
     if failed:
         raise UsageError("infinity.accumulate after a backward pass that raised; call zero_grad() first")
     if begun:
-        raise UsageError("infinity.accumulate brings all gradients of a step, and there was a backward pass since the last one; call step() before it")
+        raise UsageError("infinity.accumulate brings all gradients of a step, but this step has had a backward pass. Call step() first")
 
 
 def refuse_in_loss(what: str, *, runs: bool) -> None:
-    """Raise UsageError if a loss function of infinity.accumulate runs. what: the call inside this function, for the message."""
+    """Raise UsageError if a loss function of infinity.accumulate runs and makes the call `what`."""
     if runs:
         raise UsageError(
             f"{what} inside the loss function of infinity.accumulate. The loss function returns the scalar loss and does nothing more: "
@@ -188,12 +188,12 @@ class LossFunction:
         self._runs = False
 
     def refuse(self, what: str) -> None:
-        """Raise UsageError while the loss function runs. what: the call inside this function, for the message."""
+        """Raise UsageError if the call `what` comes while the loss function runs."""
         refuse_in_loss(what, runs=self._runs)
 
 
 def refuse_loss(value: object, *, number: int) -> None:
-    """Raise UsageError unless the value is a real scalar with a graph of its own. The loss function returned it for micro-batch `number`."""
+    """Raise UsageError unless the loss function's value for micro-batch `number` is a real scalar with a graph of its own."""
     problem = None
     if not isinstance(value, torch.Tensor):
         problem = f"a {type(value).__name__}, expected a tensor"
@@ -206,14 +206,14 @@ def refuse_loss(value: object, *, number: int) -> None:
     elif value.grad_fn is not None and value.grad_fn.metadata.setdefault(_RETURNED, number) != number:
         problem = f"the loss of micro-batch {value.grad_fn.metadata[_RETURNED]} again. Compute the loss anew from each micro-batch"
     if problem is not None:
-        raise UsageError(f"infinity.accumulate: for micro-batch {number}, loss returned {problem}. A right one: loss=lambda model, x: model(x).mean()")
+        raise UsageError(f"infinity.accumulate: for micro-batch {number}, loss returned {problem}. Example: loss=lambda model, x: model(x).mean()")
 
 
 _RETURNED = "infinity: the micro-batch whose loss it made"
 
 
 def beside(what: str) -> str:
-    """The message for a call while another thread is in a pass of the model. what: the call."""
+    """The message for a call (`what`) while another thread is in a pass of the model."""
     return (
         f"{what} is called while another thread is in a forward or backward pass of the model. Passes of a model come one after the other: "
         f"hold one threading.Lock around each training step and around each evaluation."

@@ -1,4 +1,4 @@
-"""Skips a step whose gradients are not finite. Such a step changes no state, on any rank.
+"""The skip of a step whose gradients are not finite. Such a step changes no state, on any rank.
 
 Knows an engine's steps. Must not know how the norm of gradients is computed.
 """

@@ -1,4 +1,4 @@
-"""The cycle of training steps: forward passes, backward passes and step(), and which calls are allowed between them.
+"""The cycle of training steps: forward passes, backward passes, step(), and the calls that are allowed between them.
 
 Knows the parts of an engine, and the optimizer. Must not know how bytes move, kernels, hooks of modules, or how an engine
 starts and ends.
@@ -119,7 +119,7 @@ class StepCycle:
 
     def begin_forward(self, model: nn.Module, inputs: object) -> None:
         """An outermost module of the model is called. inputs: all arguments of the call."""
-        with self.turn:  # wait until another thread has saved or loaded; later that thread finds this pass by the hooks' thread
+        with self.turn:  # wait until another thread has saved or loaded. A later save or load finds this pass by its thread
             pass
         self.check_open()
         interrupts.guard()
@@ -179,7 +179,7 @@ class StepCycle:
     # step() and zero_grad().
 
     def step(self) -> None:
-        """End a step. The gradients may be none."""
+        """End a step, also one without a gradient."""
         self.check_gradients()
         if given := self.param_grads.take_given():
             receive_given(self, given)
@@ -214,7 +214,7 @@ class StepCycle:
         return not overflow
 
     def require_gradients(self, what: str) -> None:
-        """Raise UsageError unless at least one backward pass is over, and no pass has raised. what: the call that needs gradients."""
+        """Raise UsageError unless a backward pass is over and none has raised. `what` is the call that needs gradients."""
         if self.state.in_backward:
             self.backward.abandon()
         self._refuse_half_loaded()
@@ -259,7 +259,7 @@ class StepCycle:
         """Drop all gradients since the last step. Raises UsageError if updates have begun with them."""
         self.param_grads.drop()
         self.calls.end_interrupted()
-        self.calls.drain_dropped()  # of a step that failed
+        self.calls.drain_dropped()  # handles of a failed step
         self.clear_gradients()
         if self.state.in_backward:
             self.backward.abandon()
@@ -278,7 +278,7 @@ class StepCycle:
         self.passes.end_step()
         self.completed.reset()
 
-    # What is refused.
+    # Refusals.
 
     def raise_failure(self) -> None:
         """Raise the error of a lane, if there was one, or of a load that has failed."""
@@ -288,7 +288,7 @@ class StepCycle:
     def refuse_half_updated(self, what: str, *, change: bool = False) -> None:
         """Raise UsageError between a backward pass that updates and step(): weights are of two steps then.
 
-        change: the call changes weights. It is refused as soon as an update may begin, so the answer does not depend on the weights' tier.
+        change: the call changes weights. Such a call is refused as soon as an update may begin, whatever tier the weights are in.
         """
         self._refuse_half_loaded()
         updates = (change and self.updates.early_hyper is not None) or self.updates.are_early
@@ -319,7 +319,7 @@ class StepCycle:
         if self.state.in_backward and self.state.phase is not LAYERWISE and not autograd_runs():
             self.backward.abandon()
 
-    # What loading calls.
+    # Calls from loading.
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ class StepState:
         return self.phase in _WITH_GRADIENTS
 
     def receive(self) -> None:
-        """A gradient is there."""
+        """Note that a gradient has arrived."""
         if self.phase not in _WITH_GRADIENTS:
             self.become(RECEIVING)
 
@@ -123,20 +123,20 @@ class StepState:
         self.kind = kind
 
     def end_pass(self) -> None:
-        """The backward pass is over."""
+        """End the backward pass."""
         self.become(BETWEEN)
 
     def count_backward(self) -> int:
-        """The last backward pass has brought gradients. Returns its number in the step, from zero."""
+        """Count the last backward pass, which has brought gradients. Returns the number of the pass in the step, from zero."""
         self.num_backwards += 1
         return self.num_backwards - 1
 
     def cancel_pass(self) -> None:
-        """The backward pass has not changed anything of the step."""
+        """End a backward pass that has changed nothing of the step."""
         self.become(self._began_in)
 
     def fail_pass(self, *, has_updated: bool) -> None:
-        """The backward pass has raised. has_updated: some weights are of the next step already."""
+        """End a backward pass that has raised. has_updated: some weights are of the next step already."""
         if self.in_backward:
             self.cancel_pass()
         if self.damage is Damage.NONE:
@@ -161,18 +161,18 @@ class StepState:
         self.damage = damage
 
     def forget_gradients(self) -> None:
-        """zero_grad() has dropped all gradients, including those of a pass that raised."""
+        """Note that zero_grad() has dropped all gradients, including those of a pass that raised."""
         self._empty()
         if self.damage is Damage.GRADIENTS:
             self.become_damaged(Damage.NONE)
 
     def begin_load(self) -> None:
-        """infinity.load begins to replace records."""
+        """Note that infinity.load begins to replace records."""
         if self.damage is not Damage.RECORDS:
             self.become_damaged(Damage.RECORDS)
 
     def end_load(self) -> None:
-        """infinity.load has replaced all records."""
+        """Note that infinity.load has replaced all records."""
         self.become_damaged(Damage.NONE)
 
     @property
