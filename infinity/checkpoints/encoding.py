@@ -29,10 +29,7 @@ _MOST_BITS = 4096  # of an integer
 
 
 def encode(value, put: Callable[[torch.Tensor], int], what: str = "extra"):
-    """Encode a value for JSON. put: stores a tensor and returns the tensor's index. what: the name of the value in messages.
-
-    Raises CheckpointError for a value that a checkpoint cannot hold.
-    """
+    """Encode a value for JSON. put: stores a tensor, returns an index. Raises CheckpointError for a value that cannot be saved."""
     try:
         encoded = _encode(value, put, what)
     except RecursionError:

@@ -1,7 +1,7 @@
 """A checkpoint's directory and files: a new checkpoint replaces the old one atomically.
 
-Knows directories, names, fsync, and the file of each record. Must not know engines, the bytes of records or torch.distributed: the caller
-gives the number of ranks. [Note: the format of a checkpoint] in manifest.py describes the files.
+Knows directories, names, fsync, and the file of each record. Must not know engines, the bytes of records or torch.distributed.
+[Note: the format of a checkpoint] in manifest.py describes the files.
 
 # [Note: old or new]
 # At any moment the directory holds the complete old checkpoint or the complete new one:
@@ -9,7 +9,7 @@ gives the number of ranks. [Note: the format of a checkpoint] in manifest.py des
 #   2. Each rank makes its files in this folder at full size, writes them and fsyncs them.
 #   3. After all ranks, rank 0 fsyncs the folder and the directory, writes the manifest to a temporary file and fsyncs that file.
 #   4. Rank 0 renames the temporary file over the old manifest. The rename replaces the checkpoint. Then rank 0 removes the old folder.
-# An error before the rename ends the new checkpoint and keeps the old one. This includes a failed fsync, which is never retried. The
+# An error before the rename, such as a failed fsync, ends the new checkpoint and keeps the old one. A failed fsync is never retried. The
 # next save removes the folder of a killed process. Files have mode 0600, new directories 0700, as swap files have.
 """
 

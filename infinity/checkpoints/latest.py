@@ -25,8 +25,7 @@ def latest(path: str | os.PathLike) -> Path | None:
     path: a checkpoint's directory, or a directory that holds checkpoints' directories. The path may be missing. The newest checkpoint has
     the largest optimizer step. Among equal steps, the newest has the manifest that was written last. An interrupted save leaves the previous
     checkpoint; if there is none, the result is None. The function reads only manifests and file sizes; `infinity.load` finds damaged bytes.
-    With several ranks, call latest on all ranks after `torch.distributed.init_process_group`. Rank 0 searches, and all ranks return the
-    result of rank 0.
+    With several ranks, call latest on all ranks after `torch.distributed.init_process_group`. All ranks return the result of rank 0.
 
     Raises CheckpointError if the newest checkpoint was complete and is damaged now, OSError if a directory cannot be read.
     """

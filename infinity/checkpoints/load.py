@@ -5,8 +5,7 @@ are saved (save.py).
 
 # [Note: another world size]
 # If the engine has the ranks, chunks and tiles of the checkpoint, the loader reads each record in one piece into its place. Otherwise the
-# loader assembles each shard from pieces of saved records, and compares the checksums of these records first. A few saved records are in
-# memory at a time.
+# loader assembles each shard from pieces of saved records, after a check of their checksums, with a few saved records in memory.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Knows the format. Must not know files: safetensors.py reads them, safetensors_wr
 # The header maps each name to {"dtype", "shape", "data_offsets": [begin, end)}. Offsets count from the start of the data. The header also maps
 # "__metadata__" to a map of texts. Tensors are row-major and cover the data without gaps or overlaps, in any order. The writer keeps the
 # order of the specs but puts wider dtypes first, to align each tensor. A folder of several files has an index. The index's "weight_map"
-# maps each tensor's name to a file name.
-# Source: the format section of safetensors' README.
+# maps each tensor's name to a file name. Source: the format section of safetensors' README.
 """
 
 import math

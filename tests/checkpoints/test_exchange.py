@@ -162,7 +162,7 @@ def test_one_error_names_all_mismatched_tensors_and_nothing_changes(tmp_path):
         infinity.load_safetensors(model, tmp_path / "some", strict=False)
         assert model.state_dict()["scale"] == 9
         write_files(tmp_path / "none", specs[1:2], lambda spec: [values[spec.name].reshape(-1)])
-        with pytest.raises(infinity.CheckpointError, match="unknown here: stray"):  # no tensor of the files would be loaded
+        with pytest.raises(infinity.CheckpointError, match="unknown to the model: stray"):  # no tensor of the files would be loaded
             infinity.load_safetensors(model, tmp_path / "none", strict=False)
 
 

@@ -1910,4 +1910,4 @@ def own_extra(folder):
 
 @pytest.mark.long
 def test_an_extra_that_differs_between_ranks_is_refused(worlds, tmp_path):  # noqa: F811
-    assert all("the ranks gave different ones" in text for text in worlds(2).run(own_extra, tmp_path))
+    assert all("the ranks gave different values" in text for text in worlds(2).run(own_extra, tmp_path))
