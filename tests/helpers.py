@@ -31,7 +31,7 @@ NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none
 
 
 def on_gpu(test):
-    """Mark a test that needs CUDA: `make test-gpu` runs it."""
+    """Marks a test that needs CUDA. `make test-gpu` runs these tests."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
 
 

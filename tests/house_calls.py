@@ -1,6 +1,6 @@
-"""Calls between the packages while a six-layer GPT with all state on NVMe runs one scene: `python tests/house_calls.py`.
+"""Counts calls between packages while a six-layer GPT with all state on NVMe runs one scene: `python tests/house_calls.py`.
 
-Prints, for each scene, the kinds of calls that go up: from a package to one that stands above it (FLOORS in test_house.py). Prints the
+Prints, for each scene, the kinds of calls that go up: from a package to a higher one (FLOORS in test_house.py). Prints the
 functions of calls that no kind covers, the deepest call and the deepest fetch.
 
 The caller is the nearest frame, without frames of contextlib, functools and `uninterrupted`, which pass calls on. Calls from outside of the
@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Watch:
-    """Counts calls while it is on, in this thread and in all that begin inside the block."""
+    """Counts calls while `is_on` is true, in this thread and in threads that begin inside the block."""
 
     def __init__(self):
         self.up = Counter()  # by (caller, callee), each "module.function"

@@ -73,7 +73,7 @@ def sentences(text: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Prose alone: inline code is one word, links are their text, each list item and table cell is a paragraph."""
+    """Only the prose: inline code is one word, links are their text, each list item and table cell is a paragraph."""
     text = re.sub(r"``.+?``|`[^`\n]+`", "code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"https?://\S+", "address", text)

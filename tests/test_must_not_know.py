@@ -16,7 +16,7 @@ from test_house import NAMES, PACKAGE, TALKS_TO_TORCH_DISTRIBUTED, TREES
 
 @dataclass(frozen=True)
 class Forbidden:
-    """Modules, also all modules below them, and identifiers. allowed: modules below the forbidden ones that may be imported."""
+    """Forbidden modules, with all modules below them, and identifiers. `allowed`: modules below the forbidden ones that may be imported."""
 
     imports: str = ""
     names: str = ""
@@ -97,7 +97,7 @@ def is_below(module, packages):
 
 
 def packages():
-    """Each package that says what it must not know, as a module name below `infinity`."""
+    """Module names below `infinity` of all packages whose docstring has a "Must not know"."""
     for path in sorted(PACKAGE.rglob("__init__.py")):
         name = ".".join(path.parent.relative_to(PACKAGE).parts)
         if name and "Must not know " in (ast.get_docstring(TREES[name]) or ""):

@@ -159,9 +159,9 @@ def checked_generators(found: object, device: torch.device) -> dict:
             "python": version == 3 and 0 <= last <= _MT_WORDS and (next_gauss is None or type(next_gauss) is float),
         }
     except (KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
-        raise CheckpointError(f"the generators' states in the checkpoint make no sense ({type(error).__name__}: {error})") from None
+        raise CheckpointError(f"the random number generators in the checkpoint are not valid ({type(error).__name__}: {error})") from None
     if wrong := [name for name, is_right in checks.items() if not is_right]:
-        raise CheckpointError(f"the generators' states in the checkpoint make no sense: the state of {', '.join(wrong)} is not valid")
+        raise CheckpointError(f"the random number generators in the checkpoint are not valid: {', '.join(wrong)}")
     python = (version, struct.unpack(f"<{_MT_WORDS + 1}I", words), next_gauss)
     numpy = (kind, np.frombuffer(keys, dtype=np.uint32), position, *gauss)
     return {"torch": found["torch"], "cuda": cuda, "numpy": numpy, "python": python}

@@ -37,7 +37,7 @@ from infinity.plan.packing import Piece
 def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Write a checkpoint for torch.distributed.checkpoint (DCP), which an FSDP2 or plain PyTorch model and its optimizer can load.
 
-    [Note: entries of a DCP checkpoint] lists the entries. In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with
+    See [Note: entries of a DCP checkpoint]. In the other program, `dcp.load` the checkpoint into {"model": m, "optim": o} with
     m, o = get_state_dict(model, optimizer), then call set_state_dict with m and o. Without an optimizer, only model.* is written. The
     checkpoint lacks the fp16 loss scale, the random number generators and schedulers; `infinity.save` has them. A tiled layer gets the
     largest step count of its tiles. Call save_dcp between step() and the next forward pass, on all ranks. All ranks must see the same

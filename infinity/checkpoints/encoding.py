@@ -84,7 +84,7 @@ def decode(value, get: Callable[[int], torch.Tensor]):
 
     def once(index: int) -> torch.Tensor:  # otherwise a few bytes of JSON could read one tensor a million times
         if index in seen:
-            raise CheckpointError(f"small tensor {index} stands for two values")
+            raise CheckpointError(f"small tensor {index} is used for two values")
         seen.add(index)
         return get(index)
 
@@ -92,7 +92,7 @@ def decode(value, get: Callable[[int], torch.Tensor]):
     try:
         return _decode(value, once)
     except (TypeError, ValueError, KeyError, IndexError, binascii.Error, RecursionError) as error:
-        raise CheckpointError(f"a value of the manifest makes no sense ({type(error).__name__}: {error})") from None
+        raise CheckpointError(f"a value of the manifest is not valid ({type(error).__name__}: {error})") from None
 
 
 def _check_depth(value, what: str) -> None:

@@ -83,7 +83,7 @@ class Text:
         return self._inside("[", "]", lambda: None)
 
     def value(self, budget: Budget | None = None, texts_are_free: bool = False):
-        """Parse the next value: at most 256 KiB of text, or within a budget. texts_are_free: the budget counts no characters of text."""
+        """Parse the next value: at most 256 KiB of text, or within a budget. texts_are_free: the budget does not count the text itself."""
         self._next()
         while True:
             try:
@@ -92,7 +92,7 @@ class Text:
                     break
             except (StopIteration, ValueError) as error:
                 if self._is_last:
-                    raise ValueError(f"no JSON value at byte {self._base + self._at}") from error
+                    raise ValueError(f"expected a JSON value at byte {self._base + self._at}") from error
             nbytes = _WINDOW_NBYTES if self._at else 2 * self._window_nbytes
             self._refill(nbytes)
             if nbytes > _WINDOW_NBYTES and (nbytes > _MOST_NBYTES if budget is None else cost(self._window) > 2 * budget.left):
@@ -137,10 +137,10 @@ class Text:
             self._at = plain.end()
             return plain[1]
         if self._next() != '"':
-            raise ValueError(f"no key at byte {self._base + self._at}")
+            raise ValueError(f"expected a key at byte {self._base + self._at}")
         key = self.value()
         if self._next() != ":":
-            raise ValueError(f"no colon at byte {self._base + self._at}")
+            raise ValueError(f"expected a colon at byte {self._base + self._at}")
         self._at += 1
         return key
 
@@ -216,9 +216,9 @@ def short(value) -> str:
 def _unique(pairs):
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key appears twice in one object")
     return found
 
 
 def _no_constant(name):
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

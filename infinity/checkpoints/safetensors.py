@@ -90,7 +90,7 @@ class TensorFiles:
         if not 0 <= start <= start + numel <= info.numel:
             raise ValueError(f"elements {start} to {start + numel} of {show(name)}, which has {info.numel}")
         if info.file not in self._files:
-            raise ValueError(f"{self.path} is closed; read from it before close()")
+            raise ValueError(f"{self.path} is closed; read before close()")
         out = torch.empty(numel, dtype=info.dtype, device="cpu")
         self._files[info.file].read_into(out.view(torch.uint8).numpy(), info.offset + start * info.dtype.itemsize)
         return out
@@ -210,7 +210,7 @@ def _read_header(file, budget):
         json = Text(memoryview(text))
         for name in json.members():
             if name in entries or (name == "__metadata__" and metadata is not None):
-                raise ValueError(f"the key {show(name)} is there twice")
+                raise ValueError(f"the key {show(name)} appears twice")
             if name == "__metadata__":
                 metadata = json.value(Budget(_METADATA_NBYTES, f"{file.path}: its __metadata__", "expected a safetensors file"))
                 if not isinstance(metadata, dict) or not all(is_text(value) for item in metadata.items() for value in item):
@@ -322,14 +322,14 @@ def _read_index(path):
                 json.value(Budget(_METADATA_NBYTES, f"{path}: the keys beside weight_map", "expected the index of a model"))
                 continue
             if weight_map is not None:
-                raise ValueError("the key 'weight_map' is there twice")
+                raise ValueError("the key 'weight_map' appears twice")
             if json.peek() != "{":
                 raise _damaged(path, "has no weight_map of tensors to files")
             weight_map = {}
             for name in json.members():
                 value = json.value()
                 if name in weight_map:
-                    raise ValueError(f"the key {show(name)} is there twice")
+                    raise ValueError(f"the key {show(name)} appears twice")
                 if not is_text(value) or value in ("", ".", "..") or any(char in value for char in "/\\\0"):
                     raise _damaged(path, f"tensor {show(name)} is in {show(value)}, expected the name of a file in the same folder")
                 budget.take(_NAME_NBYTES + len(name) + (len(value) + _NAME_NBYTES if value not in files else 0))

@@ -24,7 +24,7 @@ Places = Sequence[tuple[int, int]] | Mapping[object, tuple[int, int]]  # (file, 
 class Writer:
     """The record files of a new checkpoint, in an existing folder. linked: the paths of files to link, by index of the file.
 
-    Before the constructor or `finish` raises SwapError, it removes the new files.
+    The constructor and `finish` remove the new files before they raise SwapError.
     """
 
     def __init__(self, folder: Path, files: Sequence[File], places: Places, linked: Mapping[int, Path] | None = None):

@@ -1,4 +1,4 @@
-"""What people run beside an engine: the commands, and what plans, measures, watches and examines.
+"""The commands of `infinity`: training, predictions, measurements, status of runs, checks of a machine.
 
-The engine knows nothing of it. cli.py, one floor above, spells the options of the commands here.
+The engine does not import this package. cli.py defines the options of the commands.
 """

@@ -1,6 +1,6 @@
-"""The `checkpoint` command: looks at checkpoints and makes other things of them.
+"""The `checkpoint` command: inspects, verifies, exports and reshards checkpoints.
 
-Uses checkpoints as any program would. Must not know engines: none of it needs memory for a model.
+Uses checkpoints as any program would. Must not know engines: no subcommand needs memory for a model.
 """
 
 import json
@@ -15,7 +15,7 @@ from infinity.tools.progress import BytesProgress
 
 
 def inspect(arguments) -> int:
-    """The `inspect` command: what the manifest says, in a few lines, or as JSON."""
+    """The `inspect` command: prints a summary of the manifest as text or JSON, or the list of parameters."""
     with Checkpoint(arguments.directory) as checkpoint:
         report = _report(checkpoint)
     if arguments.parameters:
@@ -43,7 +43,7 @@ def inspect(arguments) -> int:
 
 
 def verify(arguments) -> int:
-    """The `verify` command: reads everything and compares every checksum."""
+    """The `verify` command: reads the whole checkpoint and compares every checksum."""
     start = time.perf_counter()
     with Checkpoint(arguments.directory) as checkpoint, BytesProgress("verified") as progress:
         nbytes = checkpoint.verify(progress)

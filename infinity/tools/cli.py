@@ -31,7 +31,7 @@ from infinity.version import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return the exit status."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # paths may contain any bytes
@@ -90,14 +90,14 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):
         args = self._with_new_names(sys.argv[1:] if args is None else args)
-        # The parser of a subcommand reports unknown options itself, with its own hint.
+        # The parser of the subcommand reports unknown options, so that the hint names an option of this subcommand.
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return namespace, unknown
 
     def _with_new_names(self, words):
-        """The words of a command line with the new names of its options, or of its command. Raises ConfigError for an option by both names."""
+        """Replace old names of options and commands by the new ones. Raises ConfigError if an option is given by both names."""
         known = self._option_string_actions
         names = {old: new for old, new in OPTIONS.items() if new in known and old not in known}
         end = words.index("--") if "--" in words else len(words)
@@ -161,7 +161,7 @@ def _add_train(commands):
         "train",
         train,
         "train a GPT",
-        "Train a GPT on bytes of text, with every state in the fastest tier that has room. Runs under torchrun, too.",
+        "Train a GPT on bytes of text. Weights and optimizer states go to the fastest tier that has room. Also runs under torchrun.",
     )
 
     model = command.add_argument_group("model")
@@ -182,11 +182,11 @@ def _add_train(commands):
     )
     run.add_argument("--batch", type=whole, default=8, metavar="N", help="sequences in a micro-batch, over all ranks")
     run.add_argument("--accumulate", type=whole, default=1, metavar="N", help="micro-batches in a step")
-    run.add_argument("--by-layer", action="store_true", help="all of these pass a block before the next is fetched: infinity.accumulate")
+    run.add_argument("--by-layer", action="store_true", help="all micro-batches pass a block before the next is fetched (infinity.accumulate)")
     run.add_argument("--steps", type=whole, default=70, metavar="N", help="optimizer steps")
     run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
     run.add_argument("--lr", type=positive, default=3e-4, metavar="X", help="learning rate")
-    run.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the gradient's global norm to this")
+    run.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the global norm of the gradients to X")
     run.add_argument("--seed", type=seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")
 
     _add_placement(command)
@@ -195,35 +195,35 @@ def _add_train(commands):
         "--save",
         type=path,
         metavar="DIR",
-        help="save a checkpoint in this directory at the end, and on SIGTERM, which then ends the run after a whole step",
+        help="save a checkpoint in DIR at the end of the run. SIGTERM ends the run after the current step, with a checkpoint",
     )
-    save.add_argument("--save-every", type=whole, metavar="N", help="and after every N steps, while training goes on")
-    save.add_argument("--keep", type=whole, metavar="N", help=f"checkpoints that stay; one more needs room (default: {KEEP})")
+    save.add_argument("--save-every", type=whole, metavar="N", help="also save after every N steps, while training continues")
+    save.add_argument("--keep", type=whole, metavar="N", help=f"number of checkpoints to keep; the disk needs room for N + 1 (default: {KEEP})")
     save.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the latest checkpoint in --save, if there is one; --steps counts from the very first step",
+        help="continue from the latest checkpoint in --save, if one exists; --steps includes the steps before it",
     )
 
     _add_json(command, with_output=True)
-    command.add_argument("--trace", type=path, metavar="FILE", help="write what happened when to FILE, for `infinity trace` and Perfetto")
-    command.add_argument("--live", action="store_true", help="show links, memory and checkpoints, too, while it goes on")
+    command.add_argument("--trace", type=path, metavar="FILE", help="write a trace of all threads to FILE, for `infinity trace` and Perfetto")
+    command.add_argument("--live", action="store_true", help="also show links, memory and checkpoints during the run")
 
 
 def _add_placement(command):
     """Options of `train` for fields of Config."""
     place = command.add_argument_group("placement")
     place.add_argument("--dtype", metavar=one_of("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
-    place.add_argument("--optimizer-state-dtype", metavar=one_of("optimizer_state_dtype"), help="dtype of the optimizer's moments (default: fp32)")
+    place.add_argument("--optimizer-state-dtype", metavar=one_of("optimizer_state_dtype"), help="dtype of the moments (default: fp32)")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     place.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
-    place.add_argument("--host-memory", metavar="SIZE", help="bound of pinned host memory, such as 48GiB (default: auto)")
-    place.add_argument("--device-memory", metavar="SIZE", help="bound of the engine's device memory (default: auto)")
+    place.add_argument("--host-memory", metavar="SIZE", help="limit of a rank's pinned host memory, such as 48GiB (default: auto)")
+    place.add_argument("--device-memory", metavar="SIZE", help="limit of the engine's device memory (default: auto)")
     place.add_argument("--param-tier", metavar=one_of("param_tier"), help="tier of the weights (default: auto)")
     place.add_argument("--optimizer-state-tier", metavar=one_of("optimizer_state_tier"), help="tier of the optimizer states (default: auto)")
-    place.add_argument("--activation-tier", metavar=one_of("activation_tier"), help="tier of what backward needs of forward (default: auto)")
-    place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, if they do not fit)")
-    place.add_argument("--residency", metavar=one_of("residency"), help="none: only what is in use stays (default: auto)")
+    place.add_argument("--activation-tier", metavar=one_of("activation_tier"), help="tier of activations that backward needs (default: auto)")
+    place.add_argument("--tile-above", metavar="SIZE", help="cut larger layers into tiles (default: auto, layers that do not fit)")
+    place.add_argument("--residency", metavar=one_of("residency"), help="none: keep only data that is in use (default: auto)")
     place.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights")
     place.add_argument("--update", metavar=one_of("update"), help="when states are updated (default: auto)")
     _add_config_options(place)
@@ -235,10 +235,10 @@ def _add_trace(commands):
         commands,
         "trace",
         breakdown.trace,
-        "say where the time of a traced run went",
-        "Print the share of a step that each lane of a trace was busy and waited for.",
+        "show the time of each part of a traced run",
+        "Print for each lane of a trace the share of the step in which the lane was busy, and the share in which the step waited for the lane.",
     )
-    command.add_argument("file", type=path, metavar="FILE", help="that `infinity train --trace` or infinity.save_trace wrote")
+    command.add_argument("file", type=path, metavar="FILE", help="trace from `infinity train --trace` or infinity.save_trace")
     _add_json(command)
 
 
@@ -248,51 +248,51 @@ def _add_status(commands):
         commands,
         "status",
         status.status,
-        "show a run that is under way",
-        "List your runs of `infinity train` on this machine, or show one of them.",
+        "show active runs",
+        "List your active runs of `infinity train` on this machine, or show one of them.",
     )
-    command.add_argument("run", nargs="?", metavar="RUN", help="its process, or its status file; by default all are listed")
-    command.add_argument("--follow", action="store_true", help="show it again and again, until it ends")
+    command.add_argument("run", nargs="?", metavar="RUN", help="process id or status file of a run; by default all runs are listed")
+    command.add_argument("--follow", action="store_true", help="update the view until the run ends")
     _add_json(command)
 
 
 def _add_checkpoint(commands):
-    """The `checkpoint` command and its subcommands."""
-    commands = _group(commands, "checkpoint", "look at a checkpoint, or make something of it", "What to do with a checkpoint.")
+    """The `checkpoint` command and the subcommands."""
+    commands = _group(commands, "checkpoint", "inspect, verify or convert a checkpoint", "Inspect, verify or convert a checkpoint.")
 
     def add(name, run, text):
         command = _command(commands, name, run, text, f"{text[0].upper()}{text[1:]}.")
-        command.add_argument("directory", type=path, metavar="DIR", help="of the checkpoint")
+        command.add_argument("directory", type=path, metavar="DIR", help="directory of the checkpoint")
         return command
 
-    command = add("inspect", checkpoints.inspect, "say what a checkpoint holds")
+    command = add("inspect", checkpoints.inspect, "show the contents of a checkpoint")
     command.add_argument("--parameters", action="store_true", help="list the parameters instead")
     _add_json(command)
-    add("verify", checkpoints.verify, "read all of a checkpoint and compare every checksum")
-    command = add("export", checkpoints.export_weights, "write the weights as safetensors, as transformers' from_pretrained reads them")
+    add("verify", checkpoints.verify, "read a whole checkpoint and compare every checksum")
+    command = add("export", checkpoints.export_weights, "write the weights as safetensors that from_pretrained of transformers reads")
     command.add_argument("target", type=path, metavar="OUT", help="directory for the files; put the model's config.json beside them")
-    command.add_argument("--dtype", choices=EXPORT_DTYPES, help="of the weights, by default the checkpoint's own; fp32: the masters")
-    command.add_argument("--max-file", default="5GB", metavar="SIZE", help="size of a file, at most")
+    command.add_argument("--dtype", choices=EXPORT_DTYPES, help="dtype of the weights (default: of the checkpoint); fp32: master weights")
+    command.add_argument("--max-file", default="5GB", metavar="SIZE", help="maximum size of a file")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
-    command = add("reshard", checkpoints.reshard_ranks, "write a checkpoint as another number of ranks would have")
+    command = add("reshard", checkpoints.reshard_ranks, "rewrite a checkpoint for another number of ranks")
     command.add_argument("target", type=path, metavar="OUT", help="directory of the new checkpoint")
     command.add_argument("--world", type=whole, required=True, metavar="N", help="number of ranks")
-    command.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights; by default as it was")
+    command.add_argument("--chunk-mib", type=chunk_mib, metavar="X", help="size of a chunk, in MiB of 16-bit weights (default: unchanged)")
     command.add_argument("--dry-run", action="store_true", help="only say what would be written")
 
 
 def _add_config(commands):
-    """The `config` command and its subcommands."""
-    commands = _group(commands, "config", "look at settings", "What the engine is told.")
+    """The `config` command and the subcommands."""
+    commands = _group(commands, "config", "show settings", "Show the settings of the engine.")
     command = _command(
         commands,
         "show",
         configuration.show,
-        "every setting, and where it came from",
-        "Every setting of the engine, and where it came from. --json prints what --config reads.",
+        "show every setting and its origin",
+        "Show every setting of the engine and its origin. --config can read the output of --json.",
     )
     command.add_argument(
-        "--from-deepspeed", type=path, metavar="FILE", help="show what DeepSpeed's JSON becomes here, instead of files of settings"
+        "--from-deepspeed", type=path, metavar="FILE", help="show the settings for a DeepSpeed JSON file, instead of files of settings"
     )
     _add_config_options(command)
     _add_json(command)
@@ -300,10 +300,10 @@ def _add_config(commands):
 
 def _add_config_options(command):
     """Options of commands that make a Config, see `infinity.config.command_layers`."""
-    files = f"settings, TOML or JSON; they count more than those of ./{DEFAULT_NAME}"
+    files = f"settings, TOML or JSON; they override those of ./{DEFAULT_NAME}"
     command.add_argument("--config", type=path, metavar="FILE", help=files)
     command.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting; counts more than files. Several may be given"
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, overrides files; may be given several times"
     )
 
 
@@ -314,22 +314,22 @@ def _add_calibrate(commands):
         "calibrate",
         tuning.calibrate,
         "measure this machine",
-        "Find the fastest settings of each drive, measure what the machine's links carry, and write both to a file that every "
-        "command reads. Run it under torchrun, a process a device, to measure collectives and links together.",
+        "Find the fastest settings of each drive, measure the bandwidth of the machine's links, and write both to a file that every "
+        "command reads. Under torchrun, with one process per device, it also measures collectives, and all links at once.",
     )
     command.add_argument("directories", nargs="+", type=path, metavar="DIR", help="swap directories, one a drive")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    command.add_argument("--output", type=path, default=Path(DEFAULT_NAME), metavar="FILE", help="what is written")
+    command.add_argument("--output", type=path, default=Path(DEFAULT_NAME), metavar="FILE", help="file to write")
     _add_json(command)
 
 
 def _add_bench(commands):
-    """The `bench` command and its subcommands."""
-    commands = _group(commands, "bench", "measure one transfer, or the pipeline", "What moves how fast, by size of a chunk.")
+    """The `bench` command and the subcommands."""
+    commands = _group(commands, "bench", "measure one transfer, or the pipeline", "Measure the bandwidth of transfers by chunk size.")
     for link, text in benchmarks.LINKS.items():
         command = _command(commands, link, benchmarks.transfers, text, f"Measure: {text}.")
         command.set_defaults(link=link)
-        command.add_argument("--sizes", nargs="+", metavar="SIZE", help=f"of a chunk; by default {' '.join(benchmarks.SIZES)}")
+        command.add_argument("--sizes", nargs="+", metavar="SIZE", help=f"sizes of a chunk; by default {' '.join(benchmarks.SIZES)}")
         command.add_argument("--repeats", type=whole, default=7, metavar="N", help="measurements of each size")
         command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
         if link in benchmarks.NVME_LINKS:
@@ -340,21 +340,21 @@ def _add_bench(commands):
         commands,
         "overlap",
         overlap.overlap,
-        "how much of all transfers hides behind compute",
-        "Measure the whole pipeline: passes over a model of equal layers whose weights are read from NVMe in every pass, against each "
-        "stage alone. Runs under torchrun, too.",
+        "measure the share of all transfers that runs behind compute",
+        "Measure the whole pipeline against each stage alone. A pass runs over a model of equal layers and reads all weights from NVMe. "
+        "Also runs under torchrun.",
     )
     command.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")
     command.add_argument("--chunk-mib", nargs="+", type=chunk_mib, default=[4.0, 16.0], metavar="X", help="sizes of a layer, in MiB")
-    depths = "how many layers ahead of the ops reads are"
+    depths = "number of layers by which reads run ahead of the ops"
     command.add_argument("--depth", nargs="+", type=whole, default=[2, 4, 8], metavar="N", help=depths)
-    command.add_argument("--layers", type=whole, default=32, metavar="N", help="in a pass")
+    command.add_argument("--layers", type=whole, default=32, metavar="N", help="layers of a pass")
     command.add_argument("--repeats", type=whole, default=7, metavar="N", help="measurements of each size and depth")
     command.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
-    command.add_argument("--compute-ms", type=positive, metavar="X", help="compute a layer; by default as long as the longest transfer")
-    command.add_argument("--balance", action="store_true", help="on the CPU: lengthen every stage to the same length")
+    command.add_argument("--compute-ms", type=positive, metavar="X", help="compute time of a layer; by default that of the longest transfer")
+    command.add_argument("--balance", action="store_true", help="on the CPU: extend every stage to the time of the longest")
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=path, metavar="FILE", help="draw the times, and one pass, into FILE, such as overlap.png")
+    command.add_argument("--plot", type=path, metavar="FILE", help="draw the times and one pass into FILE, such as overlap.png")
 
 
 def _add_doctor(commands):
@@ -364,12 +364,12 @@ def _add_doctor(commands):
         "doctor",
         doctor.doctor,
         "check this machine",
-        "Check this machine and these directories, with a remedy for whatever needs attention, and try a small training run. The exit "
-        "status is 1 if anything needs attention.",
+        "Check this machine and the swap directories, and try a small training run. Each problem comes with a remedy. The exit status is 1 "
+        "if anything needs attention.",
     )
-    text = "swap directories, one a drive; by default those of infinity.toml, else ./infinity-swap, else the current directory"
+    text = "swap directories, one a drive; by default those of infinity.toml, then ./infinity-swap, then the current directory"
     command.add_argument("directories", nargs="*", type=path, metavar="DIR", help=text)
-    command.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="that the self-test may take; 0 leaves it out")
+    command.add_argument("--seconds", type=seconds, default=60.0, metavar="N", help="time limit of the self-test in seconds; 0 skips it")
     _add_json(command)
 
 
@@ -379,9 +379,9 @@ def _add_plan(commands):
         commands,
         "plan",
         planning.plan,
-        "say whether a model fits a machine, and how fast it will train",
-        "Bytes of every tier and link, the predicted time of a step and what it waits for, of a model on a machine that need not "
-        "be this one. Exit status 1 if it does not fit.",
+        "predict whether a model fits a machine, and the time per step",
+        "Predict the bytes in every tier and on every link, the time of a step and its waits, for a model on this or another machine. "
+        "The exit status is 1 if the model does not fit.",
     )
     model = command.add_argument_group("model")
     model.add_argument("--params", type=parameter_count, metavar="N", help="a GPT whose blocks have about N parameters, such as 7B or 1T")
@@ -389,25 +389,25 @@ def _add_plan(commands):
     model.add_argument("--layers", type=whole, metavar="N", help="number of its blocks")
     model.add_argument("--heads", type=whole, metavar="N", help="attention heads; by default one for each 128 of the width")
     model.add_argument("--vocab", type=whole, default=50257, metavar="N", help="number of tokens")
-    other = "config.json of a model of transformers of text, images or sound, instead of a GPT"
+    other = "config.json of a transformers model (text, images or sound), instead of a GPT"
     model.add_argument("--model", type=path, metavar="FILE", help=other)
     model.add_argument("--seq", type=whole, default=1024, metavar="N", help="length of a sequence")
-    model.add_argument("--batch", type=whole, default=1, metavar="N", help="sequences a device and step")
-    model.add_argument("--keep-activations", action="store_true", help="do not compute blocks again in backward")
+    model.add_argument("--batch", type=whole, default=1, metavar="N", help="sequences per device and step")
+    model.add_argument("--keep-activations", action="store_true", help="do not recompute blocks in backward")
     machine = command.add_argument_group("machine")
-    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, as `infinity calibrate` writes it"
+    table = f"a file with a table [machine], or h200x8; by default ./{DEFAULT_NAME}, from `infinity calibrate`"
     machine.add_argument("--machine", type=path, metavar="FILE", help=table)
-    machine.add_argument("--nodes", type=whole, metavar="N", help="so many nodes of the kind")
-    machine.add_argument("--devices", type=whole, metavar="N", help="devices a node")
+    machine.add_argument("--nodes", type=whole, metavar="N", help="number of nodes")
+    machine.add_argument("--devices", type=whole, metavar="N", help="devices per node")
     _add_config_options(command.add_argument_group("settings of the engine"))
     _add_json(command, with_output=True)
-    command.add_argument("--plot", type=path, metavar="FILE", help="draw efficiency against bandwidth for this machine")
+    command.add_argument("--plot", type=path, metavar="FILE", help="draw the efficiency of this machine by bandwidth")
 
 
 def _add_completion(commands):
     """The `completion` command."""
-    text = "Print what makes a shell complete commands and options. In ~/.bashrc or ~/.zshrc: source <(infinity completion bash), or zsh."
-    command = _command(commands, "completion", _completion, "make a shell complete commands and options", text)
+    text = "Print a script for completion in a shell. In ~/.bashrc or ~/.zshrc: source <(infinity completion bash), or zsh."
+    command = _command(commands, "completion", _completion, "complete commands and options in a shell", text)
     command.add_argument("shell", choices=completion.SHELLS, help="bash or zsh")
 
 

@@ -1,14 +1,14 @@
-"""The `completion` command: what a shell needs to complete words of a command line.
+"""The `completion` command: prints a script with which a shell completes words of a command line.
 
-Knows argparse's tables, and bash. Must not know any command. The words stand in the script, so that nothing is started while somebody types:
-PyTorch alone takes seconds to import. Options whose values are not listed, and arguments, are completed as names of files.
+Knows argparse's tables, and bash. Must not know any command. The script contains all words, because starting Python for each word would be
+slow: PyTorch alone takes seconds to import. Arguments, and options without a list of values, are completed as file names.
 """
 
 import argparse
 import shlex
 from collections.abc import Iterator
 
-SHELLS = {  # and what comes before the script there
+SHELLS = {  # with the lines that come before the script
     "bash": "",
     "zsh": "(( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }; autoload -U +X bashcompinit && bashcompinit\n",
 }
@@ -33,14 +33,14 @@ complete -o default -F _{name} {name}
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """For one of SHELLS, to be sourced there."""
-    words, values = [], []  # lines of the script, of commands and of options that take a value
+    """The script for one of SHELLS. The shell sources the script."""
+    words, values = [], []  # lines of the script for commands, and for options that take a value
     for command, actions in _commands(parser, parser.prog):
         below = [name for action in actions if not action.option_strings for name in action.choices or ()]
         options = [option for action in actions for option in action.option_strings if option.startswith("--")]
         words.append(f"        {shlex.quote(command)}) offered={shlex.quote(' '.join([*below, *options]))} ;;")
         for action in actions:
-            if action.option_strings and action.nargs != 0:  # it takes a value
+            if action.option_strings and action.nargs != 0:  # the option takes a value
                 listed = action.choices or _listed(action.metavar)
                 patterns = "|".join(shlex.quote(f"{command} {option}") for option in action.option_strings)
                 values.append(f"    {patterns}) offered={shlex.quote(' '.join(listed))} ;;")
@@ -50,7 +50,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Each command, as it is typed, with its options and arguments."""
+    """Each command, as the user types it, with the options and arguments."""
     yield name, parser._actions
     for action in filter(_is_commands, parser._actions):
         for command, below in action.choices.items():

@@ -1,6 +1,6 @@
-"""The `config` command: what the engine's settings are here, where each came from, and what a configuration of DeepSpeed's becomes.
+"""The `config` command: shows the engine's settings, the origin of each, and the settings for a DeepSpeed configuration.
 
-Uses configurations as any program would. Must not know how a setting is checked or converted, nor what the engine makes of it.
+Uses configurations as any program would. Must not know how a setting is checked or converted, or how the engine uses a setting.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ BYTES = ("host_memory", "device_memory", "tile_above")
 
 def show(arguments) -> int:
     """The `show` command."""
-    elsewhere = ()  # directories that a source names, and that are not here
+    elsewhere = ()  # directories that a source names and this machine lacks
     if arguments.from_deepspeed is None:
         config = Config.layered(command_layers(arguments))
     elif arguments.config is None:
@@ -28,8 +28,8 @@ def show(arguments) -> int:
     origins = {name: config.origins.get(name, "default") for name in names}
     for path in elsewhere:
         print(
-            f"infinity: {arguments.from_deepspeed}: swap_dirs: {path} is not here, as on the machine that it was written for: before you "
-            f"train, create it (mkdir -p {path}) or name another (--set swap_dirs=DIR)",
+            f"infinity: {arguments.from_deepspeed}: swap_dirs: {path} does not exist on this machine. Before you "
+            f"train, create it (mkdir -p {path}) or name another directory (--set swap_dirs=DIR)",
             file=sys.stderr,
         )
     if arguments.json:
@@ -52,8 +52,10 @@ def show(arguments) -> int:
 
 
 def _from_deepspeed(arguments):
-    """What the source and --set make, and those of its directories that are not here, where it is only shown: then swap_dirs has its default,
-    and all else is checked."""
+    """The Config of the DeepSpeed file and --set, and the swap directories that this machine lacks.
+
+    `show` does not use the directories. If some are missing, swap_dirs has the default here, and all other settings are checked.
+    """
     layers = set_layers(arguments)
     origin, conversion = converted(arguments.from_deepspeed)
     elsewhere = []

@@ -1,4 +1,4 @@
-"""Values of command-line options: from text to numbers and paths.
+"""Values of command-line options: parses text into numbers and paths.
 
 Knows formats and limits of values. Must not know which command has which option. Each function raises argparse.ArgumentTypeError.
 """

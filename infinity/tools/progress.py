@@ -12,13 +12,13 @@ import time
 
 from infinity.sizes import format_bytes
 
-PROGRESS_SECONDS = 5  # between lines where there is no terminal to rewrite one
+PROGRESS_SECONDS = 5  # between lines, if standard error is no terminal
 
 
 class Progress:
-    """One line of counted work, or some, rewritten in place on a terminal; elsewhere a line now and then. On standard error.
+    """Progress of counted work on standard error. A terminal shows the last text only; other outputs receive a line every few seconds.
 
-    Call it from one thread. Used as a context, it ends the line however the work ends, so that an error has its own.
+    One thread calls it. As a context manager, Progress ends the line also after an error, so that the error begins on a new line.
     """
 
     def __init__(self, live_seconds=0.0, stream=None):
@@ -29,7 +29,7 @@ class Progress:
         self.num_lines = 1  # on the terminal
 
     def show(self, text, *, last=False):
-        """Write the text if it is due; the last always is."""
+        """Write the text if enough time has passed, or if last."""
         now = time.monotonic()
         if now - self.printed < self.pause_seconds and not last:
             return
@@ -38,7 +38,7 @@ class Progress:
         self.stream.flush()
 
     def _in_place(self, text):
-        """What overwrites the text before; a line that the terminal would break is cut."""
+        """The text with control characters that overwrite the previous text. Lines are cut at the width of the terminal."""
         width = shutil.get_terminal_size().columns - 1
         lines = [line[:width] for line in text.splitlines()] or [""]
         up, self.num_lines = self.num_lines - 1, len(lines)
@@ -57,7 +57,7 @@ class Progress:
 
 
 class StepProgress(Progress):
-    """Training: called after each step, with its number from 0, its loss and the seconds of all steps so far."""
+    """Progress of training. Called after each step with the number of the step from 0, the loss, and the seconds of each step so far."""
 
     def __init__(self, steps):
         super().__init__()
@@ -71,9 +71,9 @@ class StepProgress(Progress):
 
 
 class BytesProgress(Progress):
-    """Long file work: called with (done_nbytes, total_nbytes), as often as is handy. `done` is a verb, such as "saved".
+    """Progress of long file work: called with (done_nbytes, total_nbytes), at any rate. `done` is a verb, such as "saved".
 
-    tqdm draws it on a terminal, where it is installed.
+    On a terminal tqdm draws the progress, if tqdm is installed.
     """
 
     def __init__(self, done):
@@ -98,7 +98,7 @@ class BytesProgress(Progress):
             speed = f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
             line += f"  {speed}  {(total_nbytes - done_nbytes) / rate:.0f} s left"
         is_last = done_nbytes >= total_nbytes
-        if not (is_last and self.is_complete):  # it is called again while the last bytes are brought to the disk
+        if not (is_last and self.is_complete):  # the last call comes again while the kernel writes the last bytes to the disk
             self.show(line, last=is_last)
         self.is_complete = is_last
 
@@ -118,5 +118,5 @@ def _tqdm(**options):
 
 
 def bytes_progress(shown, done):
-    """A BytesProgress as a context, which is None unless it is to be shown."""
+    """A context manager: a BytesProgress if shown, otherwise None."""
     return BytesProgress(done) if shown else contextlib.nullcontext()

@@ -232,7 +232,7 @@ def test_save_refuses_a_long_list_and_its_remedy_works(saved):
 def test_one_tensor_that_stands_for_several_values_is_refused(saved):
     run, target, content = saved
     (target / "manifest.json").write_bytes(signed(content | {"extra": [content["extra"]["noise"]] * 5000}))
-    with pytest.raises(CheckpointError, match="small tensor .* stands for two values"):
+    with pytest.raises(CheckpointError, match="small tensor .* is used for two values"):
         run.load(target)
 
 
@@ -282,7 +282,7 @@ def test_an_invalid_generator_state_is_refused_before_anything_changes(saved, wh
     expected, drawn = run.digest(), (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
     for bad in BAD[which]:
         (target / "manifest.json").write_bytes(signed(content | {"rng": [content["rng"][0] | {which: bad}]}))
-        with pytest.raises(CheckpointError, match="the generators' states in the checkpoint make no sense") as refused:
+        with pytest.raises(CheckpointError, match="the random number generators in the checkpoint are not valid") as refused:
             infinity.load(target, run.model, run.optimizer)
         assert str(target) in str(refused.value)
     assert torch.equal(torch.get_rng_state(), drawn[0]) and (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]

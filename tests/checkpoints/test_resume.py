@@ -123,7 +123,7 @@ def test_three_steps_and_three_resumed_steps_have_the_losses_of_six(capsys, opti
     whole = train(*options, steps=6)
     first = train(*options, "--save", "saved", "--resume", steps=3)
     assert (report()["resumed_from_step"], report()["checkpoint"]) == (None, "saved/step-00000003")
-    assert "nothing to resume in saved: beginning with step 1\n" in capsys.readouterr().err
+    assert "no checkpoint in saved: starting with step 1\n" in capsys.readouterr().err
     second = train(*options, "--save", "saved", "--resume", steps=6)
     assert (report()["resumed_from_step"], report()["checkpoint"]) == (3, "saved/step-00000006")
     assert "resumed from saved/step-00000003, step 3\n" in capsys.readouterr().err
@@ -148,7 +148,7 @@ def test_resume_from_the_last_step_trains_nothing(capsys):
     capsys.readouterr()
     for steps in (1, 2):
         assert train("--save", "saved", "--resume", steps=steps) == []
-        assert capsys.readouterr().out == f"nothing to train: saved/step-00000002 is of step 2, and --steps is {steps}\n"
+        assert capsys.readouterr().out == f"nothing to train: saved/step-00000002 has step 2, --steps {steps}\n"
         assert (report()["resumed_from_step"], report()["checkpoint"]) == (2, "saved/step-00000002")
 
 
@@ -262,7 +262,7 @@ def test_the_error_names_the_damaged_checkpoint_and_the_one_before(checkpoint, c
         assert error.startswith("infinity: error: saved/step-00000007/") and error.count("\n") == 1
         damage(saved.path_of(3))
         os.rename("saved/step-00000007", "gone")
-        with pytest.raises(CheckpointError, match="there is none before it: move saved/step-00000003 away to begin anew$"):
+        with pytest.raises(CheckpointError, match="there is no older checkpoint: move saved/step-00000003 away to start from step 1$"):
             saved.latest()
         return
     assert main(options) == 2  # load finds the damage
@@ -342,7 +342,7 @@ def test_a_mistake_prints_one_line(directory, capsys, options, expected):
 @pytest.mark.parametrize(
     "other, expected",
     [
-        ("--hidden 32", "saved/step-00000001 was saved with --hidden 64; here it is --hidden 32: give what it was, or another --save"),
+        ("--hidden 32", "saved/step-00000001 was saved with --hidden 64; here it is --hidden 32: use the saved options, or another --save"),
         ("--layers 3 --seq 8", "with --layers 2, --seq 16; here it is --layers 3, --seq 8"),
         ("--heads 2", "with --heads 4; here it is --heads 2"),
         ("--vocab 300", "with --vocab 256; here it is --vocab 300"),
@@ -376,7 +376,7 @@ def test_resume_accepts_the_same_text_under_another_name(checkpoint):
 
 def test_a_run_does_not_begin_in_a_directory_with_checkpoints(checkpoint, capsys):
     assert main(["train", *MODEL, "--save", "made"]) == 2
-    assert "--save made holds step-00000001: add --resume to go on from it, or name another directory" in capsys.readouterr().err
+    assert "--save made holds step-00000001: add --resume to continue from it, or name another directory" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_program_is_refused(checkpoint, capsys, monkeypatch):

@@ -477,7 +477,7 @@ FOLDERS = {
     "index that is not JSON": (lambda folder: (folder / INDEX).write_bytes(b"\xff"), "not valid JSON"),
     "index with a name twice": (
         lambda folder: (folder / INDEX).write_text('{"weight_map":{"a":"b","a":"c"}}'),
-        "'a' is there twice",
+        "'a' appears twice",
     ),
     "index without an end": (lambda folder: (folder / INDEX).symlink_to("/dev/zero"), "is a directory or device"),
     "index of 1 TB": (

@@ -306,7 +306,7 @@ def test_a_long_trace_keeps_its_last_steps(tmp_path, capsys):
     assert 1 < first <= last == 6
     assert of(trace, STEP)[-(last - first + 1)].start >= trace.complete_since
     assert main(["trace", str(tmp_path / "trace.json")]) == 0
-    assert f"left out: the {trace.num_left_out:,} oldest events" in capsys.readouterr().out
+    assert f"not in the trace: the {trace.num_left_out:,} oldest events" in capsys.readouterr().out
 
 
 def test_the_traces_of_all_ranks_are_in_one_file(tmp_path):
@@ -530,7 +530,7 @@ def test_a_short_trace_counts_its_warm_up_steps():
         ('{"otherData": {"infinity": 1, "ranks": 5}}', "is a damaged trace"),
         ('{"otherData": {"infinity": 1, "ranks": []}, "traceEvents": []}', "is a damaged trace"),
         ('{"otherData": {"infinity": 1, "ranks": []}, "traceEvents": [{"pid": 0}]}', "is a damaged trace"),
-        (json.dumps(to_perfetto([RankTrace(0, [])])), "holds no whole step"),
+        (json.dumps(to_perfetto([RankTrace(0, [])])), "contains no complete step"),
     ],
 )
 def test_a_file_that_is_not_a_trace_is_a_one_line_error(tmp_path, capsys, text, expected):

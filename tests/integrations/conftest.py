@@ -1,4 +1,4 @@
-"""What libraries leave behind in a process goes after each test: process groups, variables of launchers, states of Accelerators."""
+"""Each test ends without process groups, launcher variables and Accelerator states that libraries left in the process."""
 
 import os
 import sys

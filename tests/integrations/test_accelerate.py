@@ -1,4 +1,4 @@
-"""Accelerator of accelerate over an engine: losses, norms and learning rates of plain PyTorch's, fp32, to 1e-5."""
+"""accelerate's Accelerator over an engine has the losses, norms and learning rates of plain PyTorch (fp32, to 1e-5)."""
 
 import json
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def prepared(kind, micros=3, optimizer=torch.optim.AdamW, **options):
-    """An Accelerator and what it has prepared: 11 batches, so that the last window of an epoch is short."""
+    """An Accelerator and prepared objects. 11 batches: the last window of an epoch is short."""
     accelerate.state.AcceleratorState._reset_state()
     accelerator = kind(cpu=True, gradient_accumulation_steps=micros, **options)
     model = llama()
@@ -47,7 +47,7 @@ def epoch(accelerator, model, optimizer, loader, scheduler, bound=1.0):
 @pytest.mark.parametrize("bound", [0.1, 1.0])
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.filterwarnings("error:.*lr_scheduler")
-def test_an_ordinary_loop_trains_as_with_plain_pytorch(micros, bound, tmp_path):
+def test_an_ordinary_loop_trains_as_in_plain_pytorch(micros, bound, tmp_path):
     plain = prepared(accelerate.Accelerator, micros)
     expected = [*epoch(*plain, bound), *epoch(*plain, bound)]
     ours = prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path)), micros)
@@ -55,7 +55,7 @@ def test_an_ordinary_loop_trains_as_with_plain_pytorch(micros, bound, tmp_path):
     assert infinity.engine_of(ours[1]).has_started and isinstance(ours[2].optimizer, infinity.AdamW)
 
 
-def test_states_are_saved_and_loaded(tmp_path):
+def test_states_can_be_saved_and_loaded(tmp_path):
     plain = prepared(accelerate.Accelerator)
     expected = [*epoch(*plain), *epoch(*plain)]
     kind = offloaded(accelerate.Accelerator, engine_config(tmp_path))
@@ -64,7 +64,7 @@ def test_states_are_saved_and_loaded(tmp_path):
     ours[0].save_state(tmp_path / "saved")
     second = epoch(*ours)
     assert [*first, *second] == pytest.approx(expected, rel=1e-5)
-    assert not list((tmp_path / "saved").glob("*.safetensors")), "weights are in the folder of infinity.save"
+    assert not list((tmp_path / "saved").glob("*.safetensors")), "infinity.save stores the weights in a separate folder"
     infinity.engine_of(ours[1]).close()
     (tmp_path / "saved").rename(tmp_path / "moved")
     again = prepared(kind)
@@ -75,7 +75,7 @@ def test_states_are_saved_and_loaded(tmp_path):
     assert found.keys() == plain[1].state_dict().keys()
 
 
-def test_passes_are_told_where_the_program_accumulates_by_itself(tmp_path):
+def test_no_sync_marks_passes_if_the_program_accumulates_itself(tmp_path):
     def losses(kind):
         accelerator, model, optimizer, loader, _ = prepared(kind, 2)
         found = []
@@ -94,27 +94,27 @@ def test_passes_are_told_where_the_program_accumulates_by_itself(tmp_path):
     assert losses(offloaded(accelerate.Accelerator, engine_config(tmp_path))) == pytest.approx(losses(accelerate.Accelerator), rel=1e-5)
 
 
-def test_a_model_without_anything_to_train_is_no_engines(tmp_path):
+def test_a_model_without_trainable_parameters_gets_no_engine(tmp_path):
     accelerator = offloaded(accelerate.Accelerator, engine_config(tmp_path))(cpu=True)
     model = accelerator.prepare(llama().requires_grad_(False))
     with pytest.raises(infinity.ConfigError, match="is in no engine"):
         infinity.engine_of(model)
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_another_precision_and_an_unknown_optimizer_are_refused(tmp_path):
     with pytest.raises(infinity.ConfigError, match=r"mixed_precision='bf16'\) over an engine of dtype 'fp32'"):
         prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path)), mixed_precision="bf16")
     with pytest.raises(infinity.ConfigError, match="Adagrad.*has no counterpart"):
         prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path)), optimizer=torch.optim.Adagrad)
 
 
-def test_mixed_precision_is_that_of_the_engine(tmp_path):
+def test_mixed_precision_must_match_the_engine(tmp_path):
     ours = prepared(offloaded(accelerate.Accelerator, engine_config(tmp_path, dtype="bf16")), mixed_precision="bf16")
     assert epoch(*ours) == pytest.approx(epoch(*prepared(accelerate.Accelerator, mixed_precision="bf16")), rel=0.05)
 
 
 @pytest.mark.long
-def test_two_ranks_train_save_and_load_as_with_distributed_data_parallel(tmp_path):
+def test_two_ranks_train_save_and_load_as_with_ddp(tmp_path):
     lines = []
     for kind, folder in (("Accelerator", tmp_path / "plain"), ("offloaded(Accelerator, engine_config(FOLDER))", tmp_path / "ours")):
         folder.mkdir()

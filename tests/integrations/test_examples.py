@@ -1,4 +1,4 @@
-"""Scripts of examples/ beside their plain twins: three changed lines at most, and the same losses, fp32, to 1e-5."""
+"""Scripts of examples/ differ from their plain twins in at most three lines and have equal losses (fp32, to 1e-5)."""
 
 import difflib
 import runpy
@@ -20,7 +20,7 @@ def changed_lines(before, after):
 
 
 def losses(path, folder, monkeypatch):
-    """Of a script that is run in a folder, as it would be from a shell."""
+    """Losses of a script that runs in `folder`, as from a shell."""
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(FOLDER)
@@ -32,7 +32,7 @@ def test_each_script_has_a_twin():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_three_lines_at_most_are_changed(name):
+def test_at_most_three_lines_are_changed(name):
     assert 0 < changed_lines((FOLDER / "plain" / name).read_text(), (FOLDER / name).read_text()) <= MOST_CHANGED
 
 
@@ -48,5 +48,5 @@ def check_losses(name, folder, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_losses_are_those_of_the_twin(name, tmp_path, monkeypatch):
+def test_losses_equal_those_of_the_twin(name, tmp_path, monkeypatch):
     check_losses(name, tmp_path, monkeypatch)

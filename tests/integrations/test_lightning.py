@@ -1,4 +1,4 @@
-"""Trainer and Fabric of Lightning over an engine: losses, norms and learning rates of plain PyTorch's, fp32, to 1e-5."""
+"""Lightning's Trainer and Fabric over an engine have the losses, norms and learning rates of plain PyTorch (fp32, to 1e-5)."""
 
 import contextlib
 import csv
@@ -34,7 +34,7 @@ def loader(count, seed=1):
 
 
 class Language(lightning.LightningModule):
-    """A GPT with a parameter of its own beside it, which a step uses outside of all modules."""
+    """A GPT and a parameter that training_step uses outside all modules."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class Language(lightning.LightningModule):
 
 
 def fit(folder, strategy="auto", *, resume=None, callbacks=(), **options):
-    """What a Language has seen."""
+    """Train a Language. Return the module and the trainer."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     quiet |= {"accelerator": "cpu", "devices": 1, "enable_checkpointing": bool(callbacks)}
     options = {"max_epochs": 2, "accumulate_grad_batches": 3, "gradient_clip_val": 1.0} | options
@@ -79,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fit_is_that_of_a_plain_trainer(case, tmp_path):
+def test_fit_has_the_numbers_of_a_plain_trainer(case, tmp_path):
     found = []
     for strategy in ("auto", EngineStrategy(config(tmp_path))):
         options = dict(CASES[case])
@@ -93,7 +93,7 @@ def test_fit_is_that_of_a_plain_trainer(case, tmp_path):
     assert len(module.seen) == 3
 
 
-def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_continues_like_an_uninterrupted_one(tmp_path):
     def keep(folder):
         return ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
 
@@ -109,13 +109,13 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(tmp_path):
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
-def test_checkpoints_that_lightning_removes_go_whole(tmp_path):
+def test_checkpoints_removed_by_lightning_are_removed_completely(tmp_path):
     keep = ModelCheckpoint(tmp_path / "kept", filename="{epoch}", save_top_k=1, every_n_epochs=1)
     fit(tmp_path, EngineStrategy(config(tmp_path)), callbacks=[keep])
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["epoch=1.ckpt", "epoch=1.ckpt.infinity"]
 
 
-def test_a_model_of_configure_model_is_built_in_its_engine(tmp_path):
+def test_configure_model_can_build_a_model_in_its_engine(tmp_path):
     class Late(Language):
         def configure_model(self):
             if not infinity_has(self.gpt):
@@ -155,7 +155,7 @@ def test_a_model_of_configure_model_is_built_in_its_engine(tmp_path):
     assert module.seen == pytest.approx(expected, rel=1e-5)
 
 
-def test_mixed_precision_is_that_of_the_engine(tmp_path):
+def test_mixed_precision_must_match_the_engine(tmp_path):
     with pytest.raises(infinity.ConfigError, match=r"Trainer\(precision='bf16-mixed'\) over an engine of dtype 'fp32'"):
         fit(tmp_path, EngineStrategy(config(tmp_path)), precision="bf16-mixed")
     expected, _ = fit(tmp_path, precision="bf16-mixed", max_epochs=1)
@@ -163,7 +163,7 @@ def test_mixed_precision_is_that_of_the_engine(tmp_path):
     assert module.seen == pytest.approx(expected.seen, rel=0.1)
 
 
-def test_statistics_are_logged_by_the_loggers_of_the_trainer(tmp_path):
+def test_the_trainers_loggers_log_statistics(tmp_path):
     logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
     strategy = EngineStrategy(config(tmp_path, residency="none"))
     fit(tmp_path, strategy, logger=logger, callbacks=[LogStats()], enable_checkpointing=False, log_every_n_steps=1, max_epochs=1)
@@ -173,7 +173,7 @@ def test_statistics_are_logged_by_the_loggers_of_the_trainer(tmp_path):
 
 
 def by_fabric(strategy, folder, *, micros=3, bound=1.0, told=False, resume=None, steps=4):
-    """Losses and norms of an ordinary loop; it saves after two steps."""
+    """Run an ordinary loop that saves after two steps. Return losses and norms, and the model."""
     fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def by_fabric(strategy, folder, *, micros=3, bound=1.0, told=False, resume=None,
 
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("bound", [0.1, 1.0])
-def test_a_loop_of_fabric_is_that_of_plain_pytorch(bound, told, tmp_path):
+def test_a_fabric_loop_has_the_numbers_of_plain_pytorch(bound, told, tmp_path):
     expected, _ = by_fabric("auto", tmp_path, bound=bound)
     strategy = EngineFabricStrategy(config(tmp_path), accumulation_steps=2 if told else 3)
     found, model = by_fabric(strategy, tmp_path, bound=bound, told=told)
@@ -210,7 +210,7 @@ def test_a_loop_of_fabric_is_that_of_plain_pytorch(bound, told, tmp_path):
     assert infinity.engine_of(model).has_started
 
 
-def test_a_loop_of_fabric_is_resumed(tmp_path):
+def test_a_fabric_loop_can_be_resumed(tmp_path):
     found, model = by_fabric(EngineFabricStrategy(config(tmp_path), accumulation_steps=3), tmp_path)
     infinity.engine_of(model).close()
     for name in ("saved.ckpt", "saved.ckpt.infinity"):
@@ -220,7 +220,7 @@ def test_a_loop_of_fabric_is_resumed(tmp_path):
 
 
 @pytest.mark.long
-def test_two_ranks_train_and_resume_as_with_distributed_data_parallel(tmp_path):
+def test_two_ranks_train_and_resume_as_with_ddp(tmp_path):
     found = {}
     for name, strategy, resume in (
         ("plain", '"ddp"', None),
@@ -248,7 +248,7 @@ def test_two_ranks_train_and_resume_as_with_distributed_data_parallel(tmp_path):
         )
         assert status == 0, output[-4000:]
         found[name] = [json.loads((folder / f"seen{rank}").read_text()) for rank in range(2)]
-    losses = lambda seen: [value for value in seen if value > 2]  # norms before the reduction are a rank's own with DDP
+    losses = lambda seen: [value for value in seen if value > 2]  # DDP: norms before the reduction differ by rank
     for plain, ours, again in zip(*found.values()):
         assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
         assert again == ours[len(ours) // 2 :]

@@ -1,4 +1,4 @@
-"""Scripts of examples/ on a device, and on two with NCCL, beside their plain twins there."""
+"""Scripts of examples/ on one device, and on two devices with NCCL, compared with their plain twins."""
 
 import json
 
@@ -8,18 +8,18 @@ from helpers import on_gpu
 from test_examples import FOLDER, SCRIPTS, check_losses
 from test_ranks import launch
 
-ON_RANKS = ("accelerate_loop.py", "sft_lora.py", "trainer.py")  # that say nothing of how many devices they take
+ON_RANKS = ("accelerate_loop.py", "sft_lora.py", "trainer.py")  # scripts without a number of devices
 
 
 @on_gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_losses_on_a_device_are_those_of_the_twin(name, tmp_path, monkeypatch):
+def test_losses_on_a_device_equal_those_of_the_twin(name, tmp_path, monkeypatch):
     check_losses(name, tmp_path, monkeypatch)
 
 
 def losses_on_two_ranks(path, folder):
-    """Of each rank of a script, a device each."""
+    """Losses of a script on two ranks with one device each."""
     folder.mkdir()
     source = f"""
         import json, os, pathlib, runpy, sys
@@ -42,7 +42,7 @@ def losses_on_two_ranks(path, folder):
 @on_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 @pytest.mark.parametrize("name", ON_RANKS)
-def test_losses_on_two_devices_are_those_of_the_twin(name, tmp_path):
+def test_losses_on_two_devices_equal_those_of_the_twin(name, tmp_path):
     for package in ("transformers", "accelerate") + ("trl", "peft", "datasets") * (name == "sft_lora.py"):
         pytest.importorskip(package)
     expected = losses_on_two_ranks(FOLDER / "plain" / name, tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""Adapters of PEFT over an engine, before it or after it: losses and merged weights of plain PyTorch's."""
+"""PEFT adapters added before or after the engine give the losses and merged weights of plain PyTorch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ ADAPTERS = {
 def adapted(model, adapter):
     torch.manual_seed(3)
     model = peft.get_peft_model(model, ADAPTERS[adapter]())
-    for name, param in model.named_parameters():  # B is zero at the start, and what is merged would be nothing
+    for name, param in model.named_parameters():  # B is zero at first, and a merge would change no weight
         if "lora_B" in name:
             with torch.no_grad():
                 param.copy_(torch.randn(param.shape) / 50)
@@ -50,7 +50,7 @@ def train(model, optimizer, steps=3):
 
 
 def trained(make, order, adapter, config):
-    """(losses, model): a base and its adapters, in an engine that was made first, last, or with the base."""
+    """Train a base with adapters, in an engine made first, last or together with the base. Return losses and model."""
     if order == "plain":
         model = adapted(make(), adapter)
         return train(model, torch.optim.AdamW(trainable(model), lr=1e-2)), model
@@ -74,7 +74,7 @@ def trainable(model):
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("order", ["adapters first", "engine first", "init first"])
-def test_adapters_and_engine_come_in_any_order(order, adapter, tmp_path):
+def test_adapters_and_engine_may_be_made_in_any_order(order, adapter, tmp_path):
     expected, plain = trained(llama, "plain", adapter, None)
     losses, model = trained(llama, order, adapter, engine_config(tmp_path))
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -90,7 +90,7 @@ def test_adapters_and_engine_come_in_any_order(order, adapter, tmp_path):
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_adapters_are_saved_and_loaded_beside_the_engine(tmp_path):
+def test_adapters_can_be_saved_and_loaded_beside_the_engine(tmp_path):
     _, model = trained(llama, "engine first", "lora", engine_config(tmp_path))
     model.save_pretrained(tmp_path / "adapters")
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapters")
@@ -106,7 +106,7 @@ def test_adapters_are_saved_and_loaded_beside_the_engine(tmp_path):
     engine.close()
 
 
-def test_adapters_that_come_after_the_start_are_refused_by_name(tmp_path):
+def test_adapters_added_after_the_start_are_refused_by_name(tmp_path):
     base = llama()
     with infinity.offload(base, engine_config(tmp_path)):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Lines that every integration prints before the first step: the start block once, and a dtype that the program did not ask for."""
+"""Every integration prints the start block once, and one line about a dtype that the program did not request."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ TOLD = {
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("run", TOLD)
-def test_a_run_has_one_start_block_and_a_line_for_bf16_that_nobody_asked_for(run, precision, tmp_path, caplog, capsys):
+def test_a_run_prints_one_start_block_and_a_line_for_unrequested_bf16(run, precision, tmp_path, caplog, capsys):
     (tmp_path / "swap").mkdir()
     run(llama(), engine_config(tmp_path / "swap", dtype="bf16"), tmp_path, precision)
     (block,) = [record.getMessage() for record in caplog.records if record.name == "infinity.start"]
@@ -86,7 +86,7 @@ def test_a_run_has_one_start_block_and_a_line_for_bf16_that_nobody_asked_for(run
     assert (remedy in errors and "infinity.Config(dtype='fp32')" in errors) == (not precision)
 
 
-def test_no_line_where_the_model_or_the_engine_has_what_was_asked_for(tmp_path, capsys):
+def test_no_line_if_model_or_engine_have_the_requested_dtype(tmp_path, capsys):
     for number, (kind, dtype) in enumerate(((torch.float32, "fp32"), (torch.bfloat16, "bf16"))):
         accelerate.state.AcceleratorState._reset_state()
         (tmp_path / str(number)).mkdir()
@@ -95,6 +95,6 @@ def test_no_line_where_the_model_or_the_engine_has_what_was_asked_for(tmp_path, 
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true", "64-true"])
-def test_every_precision_of_lightning_that_is_not_the_engines_is_refused(precision, tmp_path):
+def test_a_lightning_precision_that_differs_from_the_engine_is_refused(precision, tmp_path):
     with pytest.raises(infinity.ConfigError, match=rf"Fabric\(precision='{precision}'\) over an engine of dtype 'fp32'"):
         fabric(llama(), engine_config(tmp_path), tmp_path, precision)

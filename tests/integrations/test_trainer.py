@@ -1,4 +1,4 @@
-"""Trainer of transformers over an engine: losses and norms of plain PyTorch's, fp32, to 1e-5."""
+"""transformers' Trainer over an engine has the losses and norms of plain PyTorch (fp32, to 1e-5)."""
 
 import json
 
@@ -44,14 +44,14 @@ CASES = {
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_norms_are_those_of_a_plain_trainer(case, tmp_path):
+def test_losses_and_norms_equal_those_of_a_plain_trainer(case, tmp_path):
     expected = run(transformers.Trainer, tmp_path / "plain", **CASES[case])
     found = run(offloaded(transformers.Trainer, engine_config(tmp_path)), tmp_path / "ours", **CASES[case])
     assert_equal_lines(logged(found), logged(expected))
     assert infinity.engine_of(found.model).has_started
 
 
-def test_a_resumed_run_goes_on_as_one_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_continues_like_an_uninterrupted_one(tmp_path):
     kind = offloaded(transformers.Trainer, engine_config(tmp_path))
     options = {"save_strategy": "epoch", "neftune_noise_alpha": 5.0}
     expected = run(transformers.Trainer, tmp_path / "plain", **options)
@@ -76,7 +76,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in found.model.state_dict().items())
 
 
-def test_evaluation_may_come_first(tmp_path):
+def test_evaluation_may_run_before_training(tmp_path):
     options = {"args": arguments(tmp_path / "run", max_steps=2), "train_dataset": rows(12), "eval_dataset": rows(6)}
     trainer = offloaded(transformers.Trainer, engine_config(tmp_path))(model=llama(), **options)
     plain = transformers.Trainer(model=llama(), **options)
@@ -87,7 +87,7 @@ def test_evaluation_may_come_first(tmp_path):
     assert_equal_lines(logged(trainer), logged(plain))
 
 
-def test_a_model_that_is_in_an_engine_stays_there(tmp_path):
+def test_a_model_already_in_an_engine_stays_there(tmp_path):
     with infinity.init(engine_config(tmp_path)):
         model = llama()
     engine = infinity.engine_of(model)
@@ -96,8 +96,8 @@ def test_a_model_that_is_in_an_engine_stays_there(tmp_path):
     assert_equal_lines(logged(found), logged(run(transformers.Trainer, tmp_path / "plain")))
 
 
-def test_a_model_is_made_anew_for_each_training(tmp_path):
-    """As for a search of hyper-parameters: the engine of the last one ends with its model."""
+def test_model_init_makes_a_new_model_for_each_training(tmp_path):
+    """A hyper-parameter search does this. The previous engine ends with its model."""
     trainer = offloaded(transformers.Trainer, engine_config(tmp_path))(
         model_init=llama, args=arguments(tmp_path / "run", max_steps=2), train_dataset=rows(12)
     )
@@ -108,7 +108,7 @@ def test_a_model_is_made_anew_for_each_training(tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_mixed_precision_is_that_of_the_engine(tmp_path):
+def test_mixed_precision_must_match_the_engine(tmp_path):
     found = run(offloaded(transformers.Trainer, engine_config(tmp_path, dtype="bf16")), tmp_path / "ours", bf16=True)
     expected = run(transformers.Trainer, tmp_path / "plain", bf16=True)
     for ours, theirs in zip(logged(found), logged(expected), strict=True):
@@ -118,7 +118,7 @@ def test_mixed_precision_is_that_of_the_engine(tmp_path):
         run(offloaded(transformers.Trainer, engine_config(tmp_path / "other")), tmp_path / "ours", bf16=True)
 
 
-def test_statistics_are_logged_a_line_a_step(tmp_path):
+def test_statistics_are_logged_once_per_step(tmp_path):
     seen = []
 
     class Sees(transformers.TrainerCallback):
@@ -131,7 +131,7 @@ def test_statistics_are_logged_a_line_a_step(tmp_path):
     trainer.train()
     steps = [logs for logs in seen if "loss" in logs]
     assert len(steps) == 4 and all(isinstance(value, (int, float)) for value in steps[1].values())
-    assert steps[3]["infinity/links/nvme_read/nbytes"] > steps[0]["infinity/links/nvme_read/nbytes"] > 0  # what a step reads, another may have asked for
+    assert steps[3]["infinity/links/nvme_read/nbytes"] > steps[0]["infinity/links/nvme_read/nbytes"] > 0  # a prefetch may move reads to an earlier step
     assert steps[1]["infinity/device_nbytes"] >= 0 and "infinity/loss_scale" not in steps[1]
 
 
@@ -144,7 +144,7 @@ def test_an_optimizer_without_a_counterpart_is_refused(tmp_path):
     assert counterpart(infinity.Lion, {"lr": 1.0}) == (infinity.Lion, {"lr": 1.0})
 
 
-def test_a_class_made_from_trainer_keeps_its_name_and_what_it_overrides(tmp_path):
+def test_a_subclass_of_trainer_keeps_its_name_and_overrides(tmp_path):
     class Mine(transformers.Trainer):
         def compute_loss(self, model, inputs, **options):
             return super().compute_loss(model, inputs, **options) * 0
@@ -156,7 +156,7 @@ def test_a_class_made_from_trainer_keeps_its_name_and_what_it_overrides(tmp_path
 
 
 def on_two_ranks(folder, kind, steps, resume):
-    """What a Trainer logs on two ranks, in processes of their own; it saves and loads each epoch."""
+    """Lines logged by a Trainer on two ranks in new processes. The Trainer saves each epoch and loads the best model."""
     source = f"""
         import json
         import torch
@@ -180,7 +180,7 @@ def on_two_ranks(folder, kind, steps, resume):
 
 
 @pytest.mark.long
-def test_two_ranks_train_save_and_resume_as_with_distributed_data_parallel(tmp_path):
+def test_two_ranks_train_save_and_resume_as_with_ddp(tmp_path):
     plain, ours = tmp_path / "plain", tmp_path / "ours"
     plain.mkdir()
     ours.mkdir()

@@ -1,4 +1,4 @@
-"""SFTTrainer and DPOTrainer of TRL over an engine, whole models and LoRA: losses and norms of plain PyTorch's, fp32, to 1e-5."""
+"""TRL's SFTTrainer and DPOTrainer over an engine, with and without LoRA, have losses and norms of plain PyTorch (fp32, to 1e-5)."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ CASES = {
 @pytest.mark.few(5)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_norms_are_those_of_a_plain_trainer(kind, case, tmp_path):
+def test_losses_and_norms_equal_those_of_a_plain_trainer(kind, case, tmp_path):
     found = []
     for change in (plain, lambda base: offloaded(base, engine_config(tmp_path))):
         options = {name: value() if callable(value) else value for name, value in CASES[case].items()}
@@ -76,7 +76,7 @@ def test_losses_and_norms_are_those_of_a_plain_trainer(kind, case, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_with_adapters_is_resumed_and_its_best_ones_loaded(kind, tmp_path):
+def test_a_run_with_adapters_can_resume_and_load_the_best_ones(kind, tmp_path):
     options = {"save_strategy": "epoch", "load_best_model_at_end": True}
     lines, weights = [], []
     for resume in (None, None, str(tmp_path / "run" / "checkpoint-4")):
@@ -96,7 +96,7 @@ def test_a_run_with_adapters_is_resumed_and_its_best_ones_loaded(kind, tmp_path)
         assert torch.equal(value, weights[2][name]), name
 
 
-def test_a_default_of_bf16_over_an_engine_of_fp32_is_named(tmp_path):
+def test_a_bf16_default_over_an_fp32_engine_is_named(tmp_path):
     args = arguments(tmp_path / "run", trl.SFTConfig)
     with pytest.raises(infinity.ConfigError, match="such as those of TRL, set bf16=True"):
         offloaded(trl.SFTTrainer, engine_config(tmp_path))(llama(), args, train_dataset=texts(4), processing_class=tokenizer())

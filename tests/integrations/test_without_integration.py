@@ -1,4 +1,4 @@
-"""Trainers of other libraries over an engine without the integration: refused before the first step, with the lines that work."""
+"""Trainers of other libraries without the integration are refused before the first step, with the lines to write."""
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_a_trainer_without_integration_is_refused_before_its_first_step(drive, l
     assert not list(tmp_path.rglob("checkpoint*"))
 
 
-def test_older_package_names_of_lightning_are_known(tmp_path):
+def test_older_package_names_of_lightning_are_refused(tmp_path):
     model = nn.Linear(4, 4)
     with infinity.offload(model, engine_config(tmp_path)) as engine:
         for name, title in ("pytorch_lightning.loops.fit_loop", "Trainer of Lightning"), ("lightning_fabric.wrappers", "Fabric of Lightning"):
@@ -115,7 +115,7 @@ def test_older_package_names_of_lightning_are_known(tmp_path):
         exec("refuse(engine)", {"__name__": "lightnings", "refuse": trainers.refuse_trainers, "engine": engine})
 
 
-def test_evaluation_by_a_plain_trainer_and_an_ordinary_loop_beside_it_work(tmp_path):
+def test_a_plain_trainer_may_evaluate_beside_an_ordinary_loop(tmp_path):
     model = llama()
     with infinity.offload(model, engine_config(tmp_path)):
         optimizer = infinity.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""What tests of integrations share: a tiny Llama, its data and tokenizer, and Trainers of both kinds over them."""
+"""Shared by tests of integrations: a tiny Llama, data, a tokenizer, Config and TrainingArguments."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 VOCAB = 64
-NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "mean_token_accuracy")  # of what is logged
+NUMBERS = ("loss", "grad_norm", "eval_loss", "learning_rate", "mean_token_accuracy")  # logged numbers that tests compare
 
 
 def llama():
@@ -43,14 +43,14 @@ def engine_config(folder, **changes):
 
 
 def arguments(folder, kind=transformers.TrainingArguments, **changes):
-    """Two epochs of 11 batches, three a step: the last window of each is short."""
+    """Two epochs of 11 batches, three per step: the last step of an epoch has two."""
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 2, "learning_rate": 1e-2}
     quiet = {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
     return kind(output_dir=str(folder), seed=0, **options | quiet | changes)
 
 
 def logged(trainer):
-    """What a Trainer has logged, a line an event, of what should be equal."""
+    """Logged numbers of a Trainer that must be equal, one dict per event."""
     lines = [{name: value for name, value in line.items() if name in NUMBERS} for line in trainer.state.log_history]
     return [line for line in lines if line]
 

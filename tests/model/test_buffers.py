@@ -1,4 +1,4 @@
-"""Buffers beside parameters of the engine's dtype: a batch norm that does not mix the two is refused by name, with what helps."""
+"""A batch norm cannot mix parameters of the engine's dtype with buffers of another dtype: it is refused by name, with remedies."""
 
 import contextlib
 import re
@@ -49,7 +49,7 @@ def taken(how, config, prepare=lambda model: None):
 
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_a_batch_norm_in_fp32_is_refused_by_name_and_both_remedies_work(dtype, how, tmp_path):
+def test_an_fp32_batch_norm_is_refused_and_both_remedies_work(dtype, how, tmp_path):
     with pytest.raises(ConfigError, match=r"the buffer 1\.running_mean is of torch\.float32") as refusal:
         taken(how, config_of(tmp_path, dtype))
     line = re.search(r"`(model\.\w+\(\))`", str(refusal.value))[1]
@@ -63,7 +63,7 @@ def test_a_batch_norm_in_fp32_is_refused_by_name_and_both_remedies_work(dtype, h
     infinity.engine_of(model).close()
 
 
-def test_a_batch_norm_in_bf16_beside_an_fp32_engine_is_refused_with_the_other_line(tmp_path):
+def test_a_bf16_batch_norm_in_an_fp32_engine_is_refused(tmp_path):
     model = Convolutions().bfloat16()
     with pytest.raises(ConfigError, match=r"`model\.float\(\)`"):
         infinity.offload(model, config_of(tmp_path, "fp32"))
@@ -86,14 +86,14 @@ MIXED = {
 
 
 @pytest.mark.parametrize("kind", MIXED)
-def test_layers_that_mix_are_not_refused(kind, tmp_path):
+def test_layers_that_accept_mixed_dtypes_are_not_refused(kind, tmp_path):
     model = MIXED[kind]()
     with infinity.offload(model, config_of(tmp_path, "bf16")), plain_mixes(kind):
         train(model, torch.bfloat16)
 
 
 def plain_mixes(kind):
-    """Expects the error of a PyTorch, such as 2.8, that has no instance norm of bf16 with statistics in fp32."""
+    """Expect PyTorch's error if this version, such as 2.8, has no bf16 instance norm with statistics in fp32."""
     one, fp32 = torch.ones(1, dtype=torch.bfloat16), torch.ones(1)
     try:
         torch.instance_norm(one.expand(1, 1, 2), one, one, fp32, fp32.clone(), True, 0.1, 1e-5, False)
@@ -104,20 +104,20 @@ def plain_mixes(kind):
 
 
 class Own(nn.BatchNorm2d):
-    """Computes in fp32 whatever it is given."""
+    """A batch norm that always computes in fp32."""
 
     def forward(self, x):
         affine = self.weight.float(), self.bias.float()
         return nn.functional.batch_norm(x.float(), self.running_mean, self.running_var, *affine, self.training).to(x.dtype)
 
 
-def test_a_batch_norm_with_a_forward_of_its_own_is_not_refused(tmp_path):
+def test_a_batch_norm_with_its_own_forward_is_not_refused(tmp_path):
     model = Convolutions(Own)
     with infinity.offload(model, config_of(tmp_path, "bf16")):
         train(model, torch.bfloat16)
 
 
-def test_tables_of_positions_and_frequencies_are_not_refused():
+def test_position_and_frequency_tables_are_not_refused():
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     for name, more in {"Llama": {"vocab_size": 50}, "Bert": {"vocab_size": 50}, "ViT": {"image_size": 8, "patch_size": 4}}.items():

@@ -1,4 +1,4 @@
-"""Values drawn later: torch's own bits, of whatever stripes and threads, and its generator where a plain draw leaves it."""
+"""Values drawn later have torch's bits for all stripes and numbers of threads. The generator ends in the state of a plain draw."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ INITIALISERS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", INITIALISERS)
-def test_what_is_drawn_later_has_the_bits_of_torch(name, dtype, monkeypatch):
+def test_values_drawn_later_have_the_bits_of_torch(name, dtype, monkeypatch):
     monkeypatch.setattr(draws, "STRIPE_NUMEL", 1 << 10)
     for numel in (16, 17, 31, 1023, 1024, 1039, 1040, 3 * 1024 + 15, 3 * 1024 + 16, 10_001):
         torch.manual_seed(1)
@@ -33,7 +33,7 @@ def test_what_is_drawn_later_has_the_bits_of_torch(name, dtype, monkeypatch):
         found = torch.full((numel, 1), 7.0, dtype=dtype)
         result, drawn = drawn_by(INITIALISERS[name], (found,), {}, found)
         assert torch.equal(torch.rand(3), next_numbers)
-        assert result.data_ptr() == found.data_ptr() and found.eq(7).all()  # nothing is drawn yet
+        assert result.data_ptr() == found.data_ptr() and found.eq(7).all()  # no value is drawn yet
         for num_threads in (1, 3):
             values = torch.empty(numel, dtype=dtype)
             drawn.write(values, num_threads)
@@ -41,7 +41,7 @@ def test_what_is_drawn_later_has_the_bits_of_torch(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("func", [nn.init.trunc_normal_, nn.init.orthogonal_, lambda tensor: nn.init.normal_(tensor).mul_(2)])
-def test_what_goes_on_from_a_draw_is_there_at_once(func):
+def test_an_initialiser_that_changes_drawn_values_draws_at_once(func):
     torch.manual_seed(1)
     expected = torch.empty(40, 50)
     func(expected)
@@ -61,7 +61,7 @@ def test_what_goes_on_from_a_draw_is_there_at_once(func):
     ],
     ids=["its own generator", "a part", "another order", "another distribution"],
 )
-def test_what_cannot_be_drawn_later_is_drawn_at_once(draw):
+def test_unsupported_draws_happen_at_once(draw):
     def made(run):
         torch.manual_seed(1)
         tensor = torch.ones(40, 50)
@@ -78,7 +78,7 @@ def test_double_precision_is_drawn_at_once():
     assert drawn_by(nn.init.normal_, (tensor,), {}, tensor)[1] is None and tensor.ne(0).any()
 
 
-def test_arguments_that_are_none_raise_as_ever_and_draw_nothing():
+def test_invalid_arguments_raise_as_in_torch_and_draw_nothing():
     tensor, before = torch.ones(100), torch.get_rng_state()
     for func, args in ((nn.init.normal_, (0.0, -1.0)), (nn.init.uniform_, (2.0, 1.0))):
         with pytest.raises(RuntimeError):
@@ -86,7 +86,7 @@ def test_arguments_that_are_none_raise_as_ever_and_draw_nothing():
     assert torch.equal(torch.get_rng_state(), before) and tensor.eq(1).all()
 
 
-def test_an_initialiser_that_fails_after_its_draw_leaves_it():
+def test_an_initialiser_that_fails_after_its_draw_keeps_the_values():
     def draw(tensor):
         nn.init.normal_(tensor)
         raise KeyError
@@ -100,19 +100,19 @@ def test_an_initialiser_that_fails_after_its_draw_leaves_it():
     assert_same_bits(tensor, expected, "tensor")
 
 
-def test_a_torch_that_draws_in_another_way_draws_at_once(monkeypatch):
+def test_with_an_unknown_torch_values_are_drawn_at_once(monkeypatch):
     monkeypatch.setattr(draws, "_is_as_torch", lambda dtype: False)
     tensor = torch.ones(100)
     assert drawn_by(nn.init.normal_, (tensor,), {}, tensor)[1] is None and tensor.ne(1).all()
 
 
-def test_this_torch_draws_as_the_note_says():
+def test_this_torch_draws_as_the_note_describes():
     assert all(map(draws._is_as_torch, draws._DTYPES))
 
 
 @pytest.mark.parametrize("before", [0, 1, 3, 623, 624, 1000])
 @pytest.mark.parametrize("count", [0, 1, 5, 622, 623, 624, 625, 1247, 1248, 1249, 100_000])
-def test_a_generator_is_moved_on_as_if_it_had_drawn(before, count):
+def test_advance_moves_a_generator_as_draws_do(before, count):
     generator = torch.Generator().manual_seed(3)
     torch.empty(before).uniform_(generator=generator)
     state = generator.get_state()
@@ -121,7 +121,7 @@ def test_a_generator_is_moved_on_as_if_it_had_drawn(before, count):
     assert torch.equal(state, generator.get_state())
 
 
-def test_what_is_no_generator_is_refused():
+def test_a_wrong_generator_state_is_refused():
     state = torch.Generator().get_state()
     for wrong in (bytearray(100), bytearray(5056), bytearray(b"\xff" * 5056)):
         with pytest.raises(ValueError, match="not the state of a generator"):
@@ -132,7 +132,7 @@ def test_what_is_no_generator_is_refused():
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_on_the_device_what_is_drawn_is_drawn_again(dtype):
+def test_values_on_the_device_can_be_drawn_again(dtype):
     for shape in ((1000, 333), (7,), (4096, 4096)):
         torch.manual_seed(1)
         tensor = torch.empty(shape, dtype=dtype, device="cuda")

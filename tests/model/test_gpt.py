@@ -33,10 +33,10 @@ def test_loss_is_the_mean_cross_entropy_in_fp32():
     assert loss.dtype == torch.float32
     expected = F.cross_entropy(model(x).float().reshape(-1, 50), y.reshape(-1))
     assert torch.equal(loss, expected)
-    assert abs(loss.item() - np.log(50)) < 0.1  # knows nothing yet
+    assert abs(loss.item() - np.log(50)) < 0.1  # an untrained model predicts all tokens alike
 
 
-def test_a_token_sees_only_what_is_before_it():
+def test_a_token_sees_only_earlier_tokens():
     model = build()
     x = tokens_of((1, 16))
     other = x.clone()
@@ -74,7 +74,7 @@ def test_a_tied_model_shares_one_parameter():
 # Data
 
 
-def test_batches_depend_on_their_number_only():
+def test_a_batch_depends_only_on_its_number():
     batches = Batches(TEXT, vocab=256, batch=4, seq=8, seed=7)
     first = batches(3, 1)
     batches(0)
@@ -125,7 +125,7 @@ def test_data_that_does_not_fit_is_refused(options, expected):
         Batches(TEXT, **{"vocab": 256, "batch": 4, "seq": 8, "seed": 0} | options)
 
 
-def test_files_are_read_one_behind_the_other(tmp_path):
+def test_files_are_read_in_order(tmp_path):
     (tmp_path / "a").write_bytes(b"hello ")
     (tmp_path / "b").write_bytes(b"")
     (tmp_path / "c").write_bytes(b"world")
@@ -135,7 +135,7 @@ def test_files_are_read_one_behind_the_other(tmp_path):
             read_bytes([missing])
 
 
-def test_the_standard_library_is_there_and_sorted():
+def test_the_standard_librarys_files_are_found_in_order():
     paths = standard_library_paths()
     assert paths == sorted(paths) == standard_library_paths()
     assert {"argparse.py", "dataclasses.py"} <= {path.name for path in paths}

@@ -1,7 +1,7 @@
-"""Whatever users do with parameters, modules and their hooks: the bits of plain PyTorch, or an error that names the cure.
+"""Unusual parameters, and changes of parameters, modules and hooks, give the bits of plain PyTorch or an error with a remedy.
 
-What models of one trait do is in test_hooks.py; here are parameters of unusual kinds, and changes after the start. Long because
-each kind and each change is a small model of its own.
+test_hooks.py tests unusual models; this file tests unusual parameters and changes after the start. The file is long because each
+kind and each change needs a small model.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from infinity.model.parameters import owner_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LEAST = "the least"  # device memory that is enough
+LEAST = "the least"  # the least sufficient device memory
 PLACES = {
     "device": {"param_tier": "device", "optimizer_state_tier": "device", "residency": "auto", "device_memory": "auto"},
     "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "auto", "device_memory": "auto"},
@@ -48,7 +48,7 @@ def one_step(model, optimizer, step=0, loss=output_loss):
 
 
 def train_both(make, directory, *, steps=4, edit=None, loss=output_loss, device_memory=LEAST, dtype="fp32", groups=None, **config):
-    """Train on NVMe and in plain PyTorch; before each step edit(model, step, gathered). The same losses, states and gradients."""
+    """Train on NVMe and in plain PyTorch, with edit(model, step, gathered) before each step. Losses, states and gradients must be equal."""
     config = NVME | {"dtype": dtype, "groups": groups} | config
     if device_memory is LEAST:
         device_memory = helpers.least_device_memory(make, directory, **config)
@@ -67,7 +67,7 @@ def train_both(make, directory, *, steps=4, edit=None, loss=output_loss, device_
 
 
 def assert_alike(engine, model, reference_model, reference):
-    """Also parameters that are in no engine: their values and the gradients that were left on them."""
+    """Compare states, buffers, and parameters outside the engine with their gradients."""
     theirs = dict(reference_model.named_parameters())
     assert [name for name, _ in model.named_parameters()] == list(theirs)
     for name, param in model.named_parameters():
@@ -89,7 +89,7 @@ def assert_alike(engine, model, reference_model, reference):
 
 
 def several_names():
-    """One parameter: twice an attribute, a child's bias, twice in a list, twice in a dict."""
+    """One parameter with seven names: two attributes, a child's bias, two list items, two dict items."""
 
     def build(self):
         self.one = self.other = nn.Parameter(torch.randn(H))
@@ -102,7 +102,7 @@ def several_names():
 
 
 def lazy():
-    """Made whole by a first forward pass, before the engine."""
+    """A forward pass before the engine initializes the lazy layers."""
 
     def build(self):
         self.net = nn.Sequential(nn.LazyLinear(2 * H), nn.LazyLinear(H))
@@ -137,7 +137,7 @@ def complex_numbers():
 
 
 def wide_buffers():
-    """One larger than many chunks, one not persistent that forward changes in place, one that is None."""
+    """A buffer larger than many chunks, a non-persistent buffer that forward changes in place, and a buffer that is None."""
 
     def build(self):
         self.layer = nn.Linear(H, H)
@@ -154,7 +154,7 @@ def wide_buffers():
 
 
 class Prompt(nn.Module):
-    """Gives its parameter away."""
+    """Returns its parameter."""
 
     def __init__(self, wrap):
         super().__init__()
@@ -180,7 +180,7 @@ def returned_by_the_root():
 
 
 def copied():
-    """A layer and its deep copies, one of them of a tied pair."""
+    """A layer and deep copies of layers, one of them a tied pair."""
 
     def build(self):
         self.first = nn.Linear(H, H)
@@ -229,7 +229,7 @@ def pruned():
 
 
 class Codebook(nn.Module):
-    """Follows what it sees: a frozen parameter that forward changes."""
+    """A frozen parameter that forward changes: a moving average of the inputs."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +249,7 @@ def codebook():
 
 
 def clamped():
-    """The root changes a child's weight, in every forward pass."""
+    """The root changes a child's weight in every forward pass."""
     model = mlp()
 
     def run(self, x):
@@ -294,14 +294,14 @@ def with_elements(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_with_such_parameters_trains_to_the_bits_of_plain_pytorch(kind, tmp_path):
-    """At the least device memory, but where one op returns a view that another one computes with, which is not counted beforehand."""
+def test_unusual_parameters_train_to_the_bits_of_plain_pytorch(kind, tmp_path):
+    """Runs with the least device memory. Exception: the least size does not count a returned view that another op uses."""
     train_both(KINDS[kind], tmp_path, groups=with_elements, device_memory="auto" if kind == "returned_a_view" else LEAST)
 
 
 @pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w[:1], lambda w: w.expand(2, H, H), lambda w: w.detach()])
-def test_a_view_that_a_module_returns_outlives_the_ops_after_it(view, tmp_path):
-    """Its storage must not go while the caller has it."""
+def test_a_view_returned_by_a_module_outlives_later_ops(view, tmp_path):
+    """The storage must stay while the caller holds the view."""
 
     def build(self):
         self.prompt, self.layers = Prompt(view), nn.ModuleList(nn.Linear(H, H) for _ in range(4))
@@ -316,8 +316,8 @@ def test_a_view_that_a_module_returns_outlives_the_ops_after_it(view, tmp_path):
 
 
 @pytest.mark.parametrize("place", [{}, NVME])
-def test_an_evaluation_that_returns_views_of_weights_keeps_nothing_from_changing(place, tmp_path):
-    """Not even where they are kept: between a backward pass and its step, before a checkpoint, before other weights."""
+def test_views_returned_by_an_evaluation_block_no_change_of_weights(place, tmp_path):
+    """The program keeps the views between backward and step, during a save, and while other weights are loaded."""
 
     def build(self):
         self.layer, self.head = nn.Linear(H, H), nn.Linear(H, H)
@@ -346,7 +346,7 @@ def test_an_evaluation_that_returns_views_of_weights_keeps_nothing_from_changing
 
 
 @pytest.mark.parametrize("place", [{}, NVME, NVME | {"update": "deferred"}])
-def test_a_step_inside_gathered_is_refused_and_made_after_it(place, tmp_path):
+def test_a_step_inside_gathered_is_refused_and_works_after_it(place, tmp_path):
     reference_model, reference = plain(half_frozen)
     with training(half_frozen, tmp_path, **place) as (model, engine, optimizer):
         for _ in range(2):
@@ -362,8 +362,8 @@ def test_a_step_inside_gathered_is_refused_and_made_after_it(place, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_parameters_of_one_dtype_are_cast_and_those_of_several_are_kept(tmp_path):
-    """The dtype of the configuration is for a model of one dtype. Buffers always keep theirs."""
+def test_a_model_of_one_dtype_is_cast_and_mixed_dtypes_are_kept(tmp_path):
+    """Config.dtype applies to a model of one dtype. Buffers always keep their dtypes."""
 
     def build(self):
         self.layer, self.norm = nn.Linear(H, H), nn.LayerNorm(H)
@@ -407,7 +407,7 @@ def test_frozen_chunks_have_no_optimizer_states_and_are_never_written(tmp_path):
             assert engine.stats()["nvme_write_nbytes"] - before == trained_nbytes
 
 
-def test_what_is_said_of_a_parameter_stays_true_while_it_is_away(tmp_path):
+def test_properties_of_a_parameter_stay_correct_while_it_is_away(tmp_path):
     reference_model, _ = plain(half_frozen)
     with training(half_frozen, tmp_path, **NVME) as (model, engine, optimizer):
         one_step(model, optimizer)
@@ -426,7 +426,7 @@ def test_what_is_said_of_a_parameter_stays_true_while_it_is_away(tmp_path):
 
 
 class Adapter(nn.Module):
-    """Goes around a layer, reads its weight, and has a parameter of its own."""
+    """Wraps a layer, reads the layer's weight, and has a parameter."""
 
     def __init__(self, base):
         super().__init__()
@@ -437,7 +437,7 @@ class Adapter(nn.Module):
 
 
 def at(when, change):
-    """An edit before one step."""
+    """Return an edit that runs before step `when`."""
 
     def edit(model, step, gathered):
         if step == when:
@@ -489,15 +489,15 @@ CHANGES = [tie, replace_parameter, register_parameter, replace_module, add_modul
 
 
 @pytest.mark.parametrize("change", [*CHANGES, add_buffers], ids=lambda change: change.__name__)
-def test_a_change_after_the_start_is_that_of_plain_pytorch(change, tmp_path):
-    """Parameters that the optimizer was not given get gradients and are left alone."""
+def test_a_model_changed_after_the_start_trains_as_in_plain_pytorch(change, tmp_path):
+    """Parameters outside the optimizer get gradients and are not updated."""
     train_both(mlp, tmp_path, edit=at(2, change), device_memory="auto")
 
 
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("part", ["layers.0", "layers.1", "layers.1.bias"])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_parameters_are_frozen_for_some_steps(update, part, chunk_mib, tmp_path):
+def test_parameters_can_be_frozen_for_some_steps(update, part, chunk_mib, tmp_path):
     def edit(model, step, gathered):
         if step in (2, 4):
             found = [param for name, param in model.named_parameters() if name.startswith(part)]
@@ -508,7 +508,7 @@ def test_parameters_are_frozen_for_some_steps(update, part, chunk_mib, tmp_path)
     train_both(mlp, tmp_path, steps=6, edit=edit, update=update, chunk_mib=chunk_mib)
 
 
-def test_a_tie_made_between_offload_and_the_optimizer(tmp_path):
+def test_a_tie_made_between_offload_and_the_optimizer_works(tmp_path):
     reference_model, _ = plain(mlp)
     tie(reference_model)
     reference = ReferenceAdamW(reference_model.parameters(), lr=1e-2)
@@ -522,7 +522,7 @@ def test_a_tie_made_between_offload_and_the_optimizer(tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_parameters_that_thaw_before_the_optimizer_is_made_are_trained(tmp_path):
+def test_parameters_unfrozen_before_the_optimizer_are_trained(tmp_path):
     def edited():
         model = half_frozen()
         model.requires_grad_(True)
@@ -539,13 +539,13 @@ def test_parameters_that_thaw_before_the_optimizer_is_made_are_trained(tmp_path)
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_parametrizations_are_removed_after_the_start(tmp_path):
+def test_parametrizations_can_be_removed_after_the_start(tmp_path):
     remove = at(2, lambda model: parametrize.remove_parametrizations(model.layers[1], "weight", leave_parametrized=False))
     train_both(parametrized, tmp_path, edit=remove)
 
 
-def test_weights_given_for_one_call(tmp_path):
-    """torch.func.functional_call with tensors of the caller's, and their gradients."""
+def test_weights_can_be_replaced_for_one_call(tmp_path):
+    """torch.func.functional_call with the caller's tensors, and gradients of these tensors."""
     reference_model, _ = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         found = []
@@ -557,7 +557,7 @@ def test_weights_given_for_one_call(tmp_path):
             assert_same_bits(got.detach(), expected.detach(), "output or gradient")
 
 
-def test_gradients_of_parameters_by_autograd_grad(tmp_path):
+def test_autograd_grad_gives_gradients_of_parameters(tmp_path):
     reference_model, _ = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         got, expected = (torch.autograd.grad(output_loss(m, 0), list(m.parameters())) for m in (model, reference_model))
@@ -622,7 +622,7 @@ def test_gathered_parameters_are_changed_as_in_plain_pytorch(edit, tmp_path):
 
 
 def test_gathered_parameters_are_read_as_in_plain_pytorch(tmp_path):
-    """State dict, vector, deep copy, moving average: all of the updated values, before the updates are written."""
+    """State dict, vector, deep copy and moving average have the updated values before the updates are written."""
     reference_model, reference = plain(mlp)
     averages = []
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
@@ -642,8 +642,8 @@ def test_gathered_parameters_are_read_as_in_plain_pytorch(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_initialisers_between_construction_and_the_optimizer(inside, tmp_path):
-    """After `infinity.init` or `infinity.offload`, before the optimizer: parameters are whole yet (if init's window holds them)."""
+def test_initialisers_may_run_between_construction_and_the_optimizer(inside, tmp_path):
+    """Between `infinity.init` or `infinity.offload` and the optimizer, parameters have their values (if they fit into init's window)."""
     reference_model, _ = plain(mlp)
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, **NVME)
     torch.manual_seed(0)
@@ -667,8 +667,8 @@ def test_initialisers_between_construction_and_the_optimizer(inside, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["normal_", "setitem"])
-def test_parameters_that_are_home_are_changed_in_place(change, tmp_path):
-    """With room for all on the device they are home after an evaluation."""
+def test_parameters_on_the_device_are_changed_in_place(change, tmp_path):
+    """The device has room for all parameters, so they are on the device after an evaluation."""
 
     def edit(model, step, gathered):
         with torch.no_grad():
@@ -687,7 +687,7 @@ def test_parameters_that_are_home_are_changed_in_place(change, tmp_path):
         train_both(mlp, tmp_path / place, edit=edit, device_memory="auto", **config)
 
 
-def test_a_layer_is_copied_before_the_start(tmp_path):
+def test_a_layer_can_be_copied_before_the_start(tmp_path):
     model = mlp()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         twin = copy.deepcopy(model.layers[0])
@@ -696,7 +696,7 @@ def test_a_layer_is_copied_before_the_start(tmp_path):
         assert not twin(torch.ones(1, H)).isnan().any()
 
 
-# Hooks of the user's
+# The user's hooks
 
 
 def halve(model):
@@ -740,7 +740,7 @@ HOOKS = [halve, before_forward, first_before_forward, after_forward, of_the_root
 
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
-def test_hooks_see_weights_and_change_what_passes(hook, started, tmp_path):
+def test_hooks_see_weights_and_change_values_and_gradients(hook, started, tmp_path):
     def make():
         model = mlp()
         if not started:
@@ -750,7 +750,7 @@ def test_hooks_see_weights_and_change_what_passes(hook, started, tmp_path):
     train_both(make, tmp_path, edit=at(1, hook) if started else None, device_memory="auto")
 
 
-def test_a_hook_that_was_there_first_changes_the_accumulated_gradient(tmp_path):
+def test_an_earlier_hook_changes_the_accumulated_gradient(tmp_path):
     def make():
         model = mlp()
 
@@ -763,7 +763,7 @@ def test_a_hook_that_was_there_first_changes_the_accumulated_gradient(tmp_path):
     train_both(make, tmp_path)
 
 
-def test_a_hook_reads_the_old_weights_in_backward_with_deferred_updates(tmp_path):
+def test_a_backward_hook_reads_old_weights_with_deferred_updates(tmp_path):
     def hook(model):
         scale = lambda module, inputs, outputs: (inputs[0] * module.weight.detach().abs().mean(),)
         model.layers[1].register_full_backward_hook(scale)
@@ -819,12 +819,12 @@ CALLS = [submodules, a_half_and_the_rest, twice, on_its_own_output, evaluated_be
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_a_model_called_in_this_way_trains_to_the_bits_of_plain_pytorch(call, update, tmp_path):
+def test_unusual_calls_train_to_the_bits_of_plain_pytorch(call, update, tmp_path):
     train_both(mlp, tmp_path, loss=call, update=update)
 
 
-def test_weights_are_gathered_for_a_term_of_the_loss_that_reads_them_all(tmp_path):
-    """The term is the last of the forward pass, so its part of the backward pass comes before others need the memory."""
+def test_a_loss_term_may_read_all_gathered_weights(tmp_path):
+    """The term is the last part of the forward pass. So its backward runs before other ops need the memory."""
 
     def loss(model, step):
         main = output_loss(model, step)
@@ -835,7 +835,7 @@ def test_weights_are_gathered_for_a_term_of_the_loss_that_reads_them_all(tmp_pat
 
 
 def blocks(run):
-    """Blocks with dropout, of which `run(self, x)` makes a checkpointed whole."""
+    """Return a model of blocks with dropout, which `run(self, x)` calls under checkpoints."""
 
     def build(self):
         self.first = nn.Linear(H, H)
@@ -857,7 +857,7 @@ def without_early_stop(self, x):
 
 
 def by_name(self, x, use_reentrant=False):
-    """Regions that call no module but read weights of some."""
+    """Checkpointed regions that call no module and read weights by name."""
     for block in self.blocks:
         region = lambda y, block=block: F.gelu(F.linear(y, block[0].weight)) @ block[3].weight.t()
         x = x + checkpointing.checkpoint(region, x, use_reentrant=use_reentrant)
@@ -880,12 +880,12 @@ CHECKPOINTS = {
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_a_checkpoint_of_this_kind_trains_to_the_bits_of_plain_pytorch(kind, tmp_path):
+def test_each_kind_of_checkpoint_has_the_bits_of_plain_pytorch(kind, tmp_path):
     train_both(blocks(CHECKPOINTS[kind]), tmp_path, device_memory="auto" if "by_name" in kind else LEAST)
 
 
 def fused():
-    """The root reads weights of several children in one function."""
+    """The root reads weights of several children in one op."""
 
     def build(self):
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(6))
@@ -899,8 +899,8 @@ def fused():
     return Model(build, run)
 
 
-def test_an_op_that_finds_no_room_names_a_number_that_is_enough(tmp_path):
-    """The first number is what this op lacks: where a later one needs more, it says so in turn; with the last one all of them have room."""
+def test_an_op_without_room_names_a_sufficient_number_of_bytes(tmp_path):
+    """The error has two numbers: bytes that this op lacks, and bytes enough for all ops. After the first number a later op may raise again."""
     least = helpers.least_device_memory(fused, tmp_path, **NVME)
     given, refusals = least, []
     while len(refusals) < 9:
@@ -916,7 +916,7 @@ def test_an_op_that_finds_no_room_names_a_number_that_is_enough(tmp_path):
 
 
 class Keeper(nn.Module):
-    """Keeps what looks into its weight, beyond its op."""
+    """Keeps a view of its weight after the op."""
 
     def __init__(self, view):
         super().__init__()
@@ -929,7 +929,7 @@ class Keeper(nn.Module):
 
 @pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.data, lambda w: w.detach().numpy(), lambda w: w[1:]])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_view_that_a_program_keeps_can_be_read_at_any_time(place, view, tmp_path):
+def test_a_view_kept_by_the_program_can_be_read_at_any_time(place, view, tmp_path):
     def make():
         return Model(lambda self: setattr(self, "layers", nn.ModuleList(Keeper(view) for _ in range(2))), run_layers)
 
@@ -947,7 +947,7 @@ def run_layers(self, x):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_part_of_a_forward_pass_without_a_graph(mode, tmp_path):
+def test_a_part_of_a_forward_pass_may_run_without_a_graph(mode, tmp_path):
     def run(self, x):
         with mode():
             scale = self.layers[0](x).square().mean().item()
@@ -974,7 +974,7 @@ CONVERSIONS = {
 
 @pytest.mark.parametrize("change", CONVERSIONS)
 @pytest.mark.parametrize("place", PLACES)
-def test_another_type_or_place_is_refused_before_anything_is_copied(place, change, tmp_path):
+def test_another_dtype_or_device_is_refused_before_any_copy(place, change, tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **PLACES[place]) as (model, engine, optimizer):
         for step in range(2):
@@ -987,8 +987,8 @@ def test_another_type_or_place_is_refused_before_anything_is_copied(place, chang
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_type_and_place_that_they_have_change_nothing(place, tmp_path):
-    """Also between step() and zero_grad(), where gradients that have left stand on the parameters."""
+def test_a_conversion_to_the_same_dtype_and_device_changes_nothing(place, tmp_path):
+    """This also holds between step() and zero_grad(), when param.grad stands for gradients that have left."""
 
     def same(model):
         return model.float().cpu().to("cpu", torch.float32).to(torch.zeros(1)).type(torch.FloatTensor)
@@ -1005,7 +1005,7 @@ def test_the_type_and_place_that_they_have_change_nothing(place, tmp_path):
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_an_optimizer_of_torchs_alone_is_refused(started, tmp_path):
+def test_an_optimizer_of_torch_is_refused(started, tmp_path):
     model = mlp()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         if started:
@@ -1018,7 +1018,7 @@ def test_an_optimizer_of_torchs_alone_is_refused(started, tmp_path):
         one_step(model, infinity.AdamW(model.parameters()))
 
 
-def test_a_module_added_before_the_optimizer_is_made_is_taken(tmp_path):
+def test_a_module_added_before_the_optimizer_is_managed(tmp_path):
     expected_model, expected = plain(mlp)
     add_module(expected_model)
     model = plain(mlp)[0]
@@ -1032,7 +1032,7 @@ def test_a_module_added_before_the_optimizer_is_made_is_taken(tmp_path):
         assert_equals_reference(engine, model, expected_model, expected)
 
 
-def test_a_module_made_of_values_that_are_away_is_refused(tmp_path):
+def test_a_module_copied_from_values_that_are_away_is_refused(tmp_path):
     with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME), window=0):
         model = mlp()
     with infinity.engine_of(model):
@@ -1060,7 +1060,7 @@ def test_parameters_for_the_optimizer_after_the_start_are_refused(tmp_path):
             optimizer.add_param_group({"params": [model.late]})
 
 
-def test_lazy_modules_that_no_pass_has_made_whole_are_refused(tmp_path):
+def test_uninitialized_lazy_modules_are_refused(tmp_path):
     model = nn.Sequential(nn.LazyLinear(H), nn.Linear(H, H))
     with pytest.raises(ValueError, match="uninitialized parameter.*Call `forward` with a dummy batch"):
         infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
@@ -1071,7 +1071,7 @@ def test_lazy_modules_that_no_pass_has_made_whole_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A function size -> World of that many ranks."""
+    """Return a function that returns a World of two ranks."""
     made = []
 
     def get():
@@ -1113,7 +1113,7 @@ ON_RANKS = {
 
 
 def train_on_ranks(case, directory):
-    """All ranks see one batch, so that sum and mean of the gradients have the bits of one rank's."""
+    """All ranks train on the same batch, so the mean of the gradients has the bits of one rank."""
     make, options = ON_RANKS[case]
     train_both(make, directory, **options)
 
@@ -1140,7 +1140,7 @@ CASTS = {
 
 
 class CastsChild(nn.Module):
-    """Its forward reads and casts a child's weight."""
+    """Reads and casts a child's weight in forward."""
 
     def __init__(self, cast):
         super().__init__()

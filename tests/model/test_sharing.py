@@ -1,4 +1,4 @@
-"""Tensors of a model that share memory: told apart from parameters that were cut from one, and refused with the line that helps."""
+"""Parameters that share memory are refused with a line that ties them. Parameters cut from one tensor are accepted."""
 
 import re
 
@@ -16,7 +16,7 @@ VOCAB = 50
 
 
 def tied(tie):
-    """An embedding and a head; `tie(model)` is the last line of their constructor."""
+    """A model class with an embedding and a head. `tie(model)` is the last line of the constructor."""
 
     class Tied(nn.Module):
         def __init__(self):
@@ -144,7 +144,7 @@ def built_inside(make, config):
 
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("way", [*ONE_PARAMETER, *SHARED, *STALE], ids=lambda way: way.__name__)
-def test_shared_memory_is_refused_with_a_line_that_helps(way, taken, tmp_path):
+def test_shared_memory_is_refused_with_the_line_to_write(way, taken, tmp_path):
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="64MiB")
     torch.manual_seed(0)
     with pytest.raises(ConfigError) as refusal:
@@ -167,7 +167,7 @@ def test_shared_memory_is_refused_with_a_line_that_helps(way, taken, tmp_path):
     infinity.engine_of(model).close()
 
 
-def test_a_model_that_was_refused_is_as_it_was_and_is_taken_once_it_is_mended(tmp_path):
+def test_a_refused_model_is_unchanged_and_accepted_after_the_fix(tmp_path):
     model = tied(by_data)()
     names = {name: id(param) for name, param in model.named_parameters()}
     config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", tile_above=1024)
@@ -179,7 +179,7 @@ def test_a_model_that_was_refused_is_as_it_was_and_is_taken_once_it_is_mended(tm
         infinity.AdamW(model.parameters())
 
 
-def test_sharing_that_begins_after_the_engine_was_made_is_refused_at_its_start(tmp_path):
+def test_sharing_begun_after_offload_is_refused_at_the_start(tmp_path):
     model = tied(lambda self: None)()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32")):
         model.head.weight.data = model.embedding.weight.data
@@ -187,11 +187,11 @@ def test_sharing_that_begins_after_the_engine_was_made_is_refused_at_its_start(t
             infinity.AdamW(model.parameters())
 
 
-# What shares memory and is no fault.
+# Shared memory that is no error.
 
 
 def cut(dim):
-    """Three parameters that are parts of one tensor, with hooks of the program's own."""
+    """Three parameters that are parts of one tensor, with the program's hooks."""
 
     def build(self):
         qkv = torch.randn(3 * H, H) if dim == 0 else torch.randn(H, 3 * H)
@@ -219,7 +219,7 @@ def made(dim, whole):
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parameters_cut_from_one_tensor_train_to_the_bits_of_parameters_of_their_own(dim, taken, update, tmp_path):
+def test_parameters_cut_from_one_tensor_train_like_separate_ones(dim, taken, update, tmp_path):
     config = dict(swap_dirs=tmp_path, device="cpu", dtype="fp32", chunk_mib=1 / 512, param_tier="nvme", optimizer_state_tier="nvme", residency="none")
     config = infinity.Config(**config, host_memory="64MiB", update=update)
     expected_model, reference = plain(lambda: made(dim, whole=False), options={"lr": 0.1})
@@ -243,10 +243,10 @@ def test_parameters_cut_from_one_tensor_train_to_the_bits_of_parameters_of_their
     infinity.engine_of(model).close()
 
 
-def test_parameters_that_were_parted_by_a_change_of_dtype_are_parted_altogether():
+def test_version_counters_are_separated_after_a_change_of_dtype():
     parts = [nn.Parameter(part) for part in torch.randn(6, 4, dtype=torch.float64).chunk(3)]
     for part in parts:
-        part.data = part.data.float()  # as model.float(): other memory, but still one counter
+        part.data = part.data.float()  # like model.float(): new memory, but the version counter stays shared
     torch.autograd.graph.increment_version(parts[0])
     assert [part._version for part in parts] == [1, 1, 1]
     kept = [part.data_ptr() for part in parts]
@@ -260,7 +260,7 @@ def test_parameters_that_were_parted_by_a_change_of_dtype_are_parted_altogether(
 
 
 def no_fault():
-    """Memory is shared by what no engine moves, and by what lies between a parameter's elements."""
+    """Memory is shared with tensors that no engine moves, and by interleaved parameters."""
     module = nn.Module()
     module.register_buffer("mask", torch.ones(4, 4))
     module.rows = module.mask.view(-1)
@@ -278,5 +278,5 @@ def no_fault():
     return module
 
 
-def test_what_no_engine_takes_apart_is_no_fault():
+def test_harmless_sharing_is_accepted():
     refuse_shared(no_fault())

@@ -1,4 +1,4 @@
-"""What a program meets where it looks for values and gradients that are not there: right, or refused with the remedy."""
+"""Access to values and gradients that are away gives correct values, or an error with a remedy."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ def one_step(model, optimizer, step=0):
 
 
 def cast(model, dtype="fp32"):
-    """Feeds a bf16 model; bits do not depend on it."""
+    """Make the model cast its input to `dtype`."""
     if dtype != "fp32":
         run = model.run
         model.run = lambda self, x: run(self, x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]))
@@ -52,8 +52,8 @@ def other(make=mlp):
 @pytest.mark.parametrize("make", [mlp, tied_module])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_state_dict_holds_whole_trained_values_on_the_cpu(place, dtype, make, tmp_path):
-    """Under the model's names and in its dtype, also while updates are pending; with room of its own."""
+def test_a_state_dict_holds_complete_trained_values_on_the_cpu(place, dtype, make, tmp_path):
+    """Names and dtypes are the model's, also while updates are pending. The values have separate memory."""
     reference_model, reference = plain(lambda: cast(make(), dtype), dtype=dtype)
     with training(lambda: cast(make(), dtype), tmp_path, dtype=dtype, **PLACES[place]) as (model, engine, optimizer):
         for step in range(3):
@@ -65,7 +65,7 @@ def test_a_state_dict_holds_whole_trained_values_on_the_cpu(place, dtype, make, 
             kept = {name: value.clone() for name, value in got.items()}
             one_step(model, optimizer, step)
             one_step(reference_model, reference, step)
-            assert all(torch.equal(value, kept[name]) for name, value in got.items())  # no views of what trains on
+            assert all(torch.equal(value, kept[name]) for name, value in got.items())  # no views of trained weights
 
 
 def test_a_state_dict_is_saved_and_loaded_into_a_plain_model(tmp_path):
@@ -113,7 +113,7 @@ def test_a_state_dict_after_close_raises(tmp_path):
         model.state_dict()
 
 
-def test_a_state_dict_between_a_backward_pass_that_updates_and_step_raises(tmp_path):
+def test_a_state_dict_between_an_updating_backward_and_step_raises(tmp_path):
     with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         backward(model)
         with pytest.raises(UsageError, match="begun to update"):
@@ -128,7 +128,7 @@ def test_a_state_dict_between_a_backward_pass_that_updates_and_step_raises(tmp_p
 @pytest.mark.parametrize("when", ["before the optimizer", "before the first step", "after steps"])
 @pytest.mark.parametrize("place", PLACES)
 def test_loaded_values_are_trained_on(place, when, assign, tmp_path):
-    """The momenta stay; parameters keep their identity, so that the optimizer still knows them."""
+    """Momenta stay. Parameters stay the same objects, so the optimizer still has them."""
     reference_model, reference = plain(mlp)
     torch.manual_seed(0)
     model = mlp()
@@ -179,7 +179,7 @@ def test_a_model_that_loads_its_own_state_dict_keeps_its_masters(place, dtype, t
         helpers.assert_same_states(helpers.states_of(engine, model), before)
 
 
-def test_keys_that_lack_or_do_not_fit_are_reported_as_by_pytorch(tmp_path):
+def test_missing_and_mismatched_keys_are_reported_as_by_pytorch(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         before = model.state_dict()
         with pytest.raises(RuntimeError, match="Missing key.*layers.0.weight"):
@@ -193,7 +193,7 @@ def test_keys_that_lack_or_do_not_fit_are_reported_as_by_pytorch(tmp_path):
         assert all(torch.equal(value, before[name]) for name, value in after.items())
 
 
-def test_a_closed_model_is_given_values_and_runs_without_an_engine(tmp_path):
+def test_a_closed_model_can_load_values_and_run_without_an_engine(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         one_step(model, optimizer)
         kept = model.state_dict()
@@ -222,7 +222,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
-def test_whatever_is_done_with_a_gradient_raises(update, use, tmp_path):
+def test_every_use_of_a_gradient_that_has_left_raises(update, use, tmp_path):
     with training(mlp, tmp_path, update=update, **NVME) as (model, engine, optimizer):
         backward(model)
         assert model.layers[1].weight.grad is not None
@@ -233,7 +233,7 @@ def test_whatever_is_done_with_a_gradient_raises(update, use, tmp_path):
         assert model.layers[1].weight.grad is None
 
 
-def test_clipping_each_value_raises(tmp_path):
+def test_clipping_by_value_raises(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         backward(model)
         with pytest.raises(UsageError, match="max_grad_norm"):
@@ -254,7 +254,7 @@ def test_zero_grad_of_the_model_drops_gradients(place, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_gradients_that_have_been_used_cannot_be_dropped_by_the_model(tmp_path):
+def test_the_model_cannot_drop_gradients_already_used(tmp_path):
     with training(mlp, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
         backward(model)
         model.zero_grad()
@@ -262,7 +262,7 @@ def test_gradients_that_have_been_used_cannot_be_dropped_by_the_model(tmp_path):
             optimizer.step()
 
 
-def test_a_part_of_the_gradients_cannot_be_dropped(tmp_path):
+def test_dropping_only_some_gradients_is_refused(tmp_path):
     with training(mlp, tmp_path, update="deferred", **NVME) as (model, engine, optimizer):
         backward(model)
         model.layers[0].zero_grad()
@@ -280,7 +280,7 @@ def test_a_step_after_zero_grad_of_the_model_uses_no_dropped_gradient(tmp_path):
         helpers.assert_same_states(helpers.states_of(engine, model), before)
 
 
-def test_thawed_parameters_that_have_no_states_are_refused(tmp_path):
+def test_unfrozen_parameters_without_states_are_refused(tmp_path):
     def make():
         model = mlp()
         model.layers[1].requires_grad_(False)
@@ -294,13 +294,13 @@ def test_thawed_parameters_that_have_no_states_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["data", "vector"])
-def test_values_put_in_the_place_of_others_are_kept(how, tmp_path):
+def test_replaced_values_are_kept(how, tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, param_tier="device", optimizer_state_tier="host") as (model, engine, optimizer):
         for m, o in ((reference_model, reference), (model, optimizer)):
             one_step(m, o)
             with torch.no_grad():
-                m(inputs(m, 0))  # home now
+                m(inputs(m, 0))  # the weights are on the device now
             weight = m.layers[1].weight
             with infinity.gathered(weight) if m is model else contextlib.nullcontext():
                 match how:
@@ -316,7 +316,7 @@ def test_values_put_in_the_place_of_others_are_kept(how, tmp_path):
 @pytest.mark.parametrize("dtype, place", [("fp32", "nvme")])
 @pytest.mark.parametrize("through", ["no_grad"])
 def test_a_weight_written_in_forward_is_kept(through, dtype, place, tmp_path):
-    """As by weight clipping; a bf16 master that lives on the device loses its residual, too."""
+    """Some models clip weights in forward."""
 
     def run(self, x):
         weight = self.layers[1].weight
@@ -340,7 +340,7 @@ def test_a_weight_written_in_forward_is_kept(through, dtype, place, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_a_hook_in_backward_does_not_see_the_weights_of_the_next_step(tmp_path):
+def test_a_backward_hook_cannot_read_weights_of_the_next_step(tmp_path):
     def hook(model):
         scale = lambda module, inputs, outputs: (inputs[0] * module.weight.detach().abs().mean(),)
         model.layers[1].register_full_backward_hook(scale)
@@ -353,8 +353,8 @@ def test_a_hook_in_backward_does_not_see_the_weights_of_the_next_step(tmp_path):
 
 
 @pytest.mark.parametrize("read", ["called", "read by name"])
-def test_a_checkpoint_that_runs_again_does_not_see_the_weights_of_the_next_step(read, tmp_path):
-    """An earlier layer looks at a later one's weight, which no gradient of the pass, and nothing that is saved, tells of."""
+def test_a_recomputed_checkpoint_cannot_read_weights_of_the_next_step(read, tmp_path):
+    """An earlier layer reads a later layer's weight without a gradient and without a saved tensor. So only the read itself can be refused."""
 
     class First(nn.Linear):
         def forward(self, x, later):
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_runs_again_does_not_see_the_weights_of_the_next_step(
                 optimizer.zero_grad()
 
 
-def test_a_term_over_gathered_weights_before_the_forward_pass_has_gradients(tmp_path):
+def test_a_term_over_gathered_weights_before_forward_has_gradients(tmp_path):
     reference_model, reference = plain(mlp)
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         for step in range(3):
@@ -396,8 +396,8 @@ def test_a_term_over_gathered_weights_before_the_forward_pass_has_gradients(tmp_
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-def test_optimizers_take_all_parameters_of_a_model_whatever_their_kind(tmp_path):
-    """Without elements, or of integers and frozen: as torch.optim does."""
+def test_optimizers_accept_every_kind_of_parameter(tmp_path):
+    """Also parameters without elements, and frozen integer parameters, as in torch.optim."""
 
     def make():
         model = mlp()
@@ -412,7 +412,7 @@ def test_optimizers_take_all_parameters_of_a_model_whatever_their_kind(tmp_path)
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_model_is_not_copied(started, tmp_path):
+def test_a_copy_of_a_model_is_refused(started, tmp_path):
     model = mlp()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         if started:
@@ -424,8 +424,8 @@ def test_a_model_is_not_copied(started, tmp_path):
 @pytest.mark.parametrize("dtype, master", [("bf16", "residual"), ("fp16", "master")])
 @pytest.mark.parametrize("then", ["load_state_dict", "write_weight", "save"])
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])
-def test_what_a_failed_backward_pass_held_is_free_once_its_graph_is_gone(place, then, dtype, master, tmp_path):
-    """A value that is loaded as it was keeps its master, wherever that is."""
+def test_a_failed_backward_pass_holds_nothing_after_its_graph(place, then, dtype, master, tmp_path):
+    """A weight that is loaded or written with its old value keeps the master, in every tier."""
     places = {"param_tier": place, "optimizer_state_tier": place, "trace": True, "dtype": dtype, "update": "deferred"}
     with training(lambda: cast(mlp(), dtype), tmp_path / "swap", **places) as (model, engine, optimizer):
         one_step(model, optimizer)

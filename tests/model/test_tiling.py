@@ -1,6 +1,6 @@
-"""Tiled layers: functions, first values and state dicts of the plain ones; and an engine that holds one tile at a time.
+"""Tiled layers have the function, initial values and state dicts of plain layers. An engine holds one tile at a time.
 
-Long because each kind of layer is asked the same questions.
+This file is long because all tests run for each kind of layer.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import NVME, assert_nothing_held, least_device_memory, on_gpu, training
 from models import Model
-from test_ranks import ranks, worlds  # noqa: F401, which finds no use of a fixture
+from test_ranks import ranks, worlds  # noqa: F401, which sees no use of a fixture
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +34,7 @@ def plain_and_tiled(out_tiles, in_tiles=1, *, shape=(5, 7), bias=True, dtype=tor
 
 
 def gradients(module):
-    """The gradients under the plain layer's names."""
+    """Gradients under the names of the plain layer."""
     if not hasattr(module, "tiles"):
         return {name: p.grad for name, p in module.named_parameters()}
     found = {}
@@ -56,7 +56,7 @@ def assert_close(got, expected, **tolerance):
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5), (0, 5), (2, 0, 5)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_a_tiled_linear_is_the_same_function_with_the_same_gradients(cut, bias, shape):
+def test_a_tiled_linear_has_the_plain_layers_output_and_gradients(cut, bias, shape):
     linear, tiled = plain_and_tiled(*cut, bias=bias)
     x = torch.randn(shape, dtype=torch.float64)
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
@@ -69,7 +69,7 @@ def test_a_tiled_linear_is_the_same_function_with_the_same_gradients(cut, bias, 
     assert_close(gradients(tiled), gradients(linear), rtol=1e-13, atol=1e-14)
 
 
-def test_input_that_is_not_contiguous_and_a_single_feature():
+def test_non_contiguous_input_and_a_single_feature_work():
     linear, tiled = plain_and_tiled(3, 2)
     x = torch.randn(5, 4, dtype=torch.float64).t()
     torch.testing.assert_close(tiled(x), linear(x), rtol=1e-13, atol=1e-14)
@@ -77,7 +77,7 @@ def test_input_that_is_not_contiguous_and_a_single_feature():
     assert torch.equal(tiled(x[:, :1]), linear(x[:, :1]))
 
 
-def test_tiles_are_as_even_as_they_can_be_and_the_first_column_has_the_bias():
+def test_tiles_are_even_and_the_first_column_has_the_bias():
     tiled = TiledLinear(5, 7, out_tiles=3, in_tiles=2)
     assert [tuple(tile.weight.shape) for tile in tiled.tiles] == [(3, 3), (3, 2), (2, 3), (2, 2), (2, 3), (2, 2)]
     assert [tile.bias is not None for tile in tiled.tiles] == [True, False] * 3
@@ -119,7 +119,7 @@ def test_from_linear_takes_flags_dtype_and_device_and_copies():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", [(1, 1), (3, 1), (1, 3), (5, 4)], ids=str)
 @pytest.mark.parametrize("shape", [(33, 50), (1, 9), (300, 301)], ids=str)
-def test_a_linear_layer_draws_what_the_plain_one_draws(shape, cut, dtype):
+def test_a_tiled_linear_draws_the_plain_layers_values(shape, cut, dtype):
     cut = [min(tiles, size) for tiles, size in zip(cut, reversed(shape))]
     torch.manual_seed(0)
     linear, after = nn.Linear(*shape, dtype=dtype), torch.get_rng_state()
@@ -136,8 +136,8 @@ def test_a_linear_layer_draws_what_the_plain_one_draws(shape, cut, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tiles", [1, 2, 3, 7])
 @pytest.mark.parametrize("shape", [(7, 1), (7, 2), (8, 2), (7, 5), (64, 16), (7, 16), (33, 31), (700, 301)], ids=str)
-def test_an_embedding_draws_what_the_plain_one_draws(shape, tiles, dtype):
-    """Among the shapes: fewer than 16 elements, tiles of other sizes than multiples of 16, tails of every kind."""
+def test_a_tiled_embedding_draws_the_plain_layers_values(shape, tiles, dtype):
+    """Shapes have fewer than 16 elements, tiles whose sizes are no multiple of 16, and tails of every length."""
     torch.manual_seed(0)
     embedding, after = nn.Embedding(*shape, padding_idx=-2, dtype=dtype), torch.get_rng_state()
     torch.manual_seed(0)
@@ -147,7 +147,7 @@ def test_an_embedding_draws_what_the_plain_one_draws(shape, tiles, dtype):
 
 
 class Sizes(TorchDispatchMode):
-    """The elements of the largest tensor made under it."""
+    """`largest`: number of elements of the largest tensor created under this mode."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Sizes(TorchDispatchMode):
         (lambda: TiledEmbedding(96, 64, tiles=8), 64 * 12),
     ],
 )
-def test_no_more_than_a_stripe_is_drawn_at_once(make, largest):
+def test_at_most_one_stripe_is_drawn_at_once(make, largest):
     with Sizes() as sizes:
         make()
     assert sizes.largest == largest
@@ -180,7 +180,7 @@ def test_no_more_than_a_stripe_is_drawn_at_once(make, largest):
 @pytest.mark.parametrize("tiles", [1, 2, 3, 10])
 @pytest.mark.parametrize("padding", [None, 0, 4, 9])
 @pytest.mark.parametrize("shape", [(), (6,), (3, 4), (0,)], ids=str)
-def test_an_embedding_has_the_bits_and_gradients_of_the_plain_one(shape, padding, tiles):
+def test_a_tiled_embedding_has_the_plain_layers_bits_and_gradients(shape, padding, tiles):
     embedding = nn.Embedding(10, 3, padding_idx=padding)
     with torch.no_grad():
         embedding.weight[::2, 0] = -0.0
@@ -197,7 +197,7 @@ def test_an_embedding_has_the_bits_and_gradients_of_the_plain_one(shape, padding
 
 
 @pytest.mark.parametrize("index", [-1, 10, 13])
-def test_an_index_that_is_no_row_is_refused_as_by_the_plain_embedding(index):
+def test_an_index_out_of_range_is_refused_as_by_the_plain_embedding(index):
     with pytest.raises(IndexError):
         TiledEmbedding(10, 3, tiles=3)(torch.tensor([2, index]))
 
@@ -207,10 +207,10 @@ def test_an_index_that_is_no_row_is_refused_as_by_the_plain_embedding(index):
 
 @pytest.mark.parametrize("outer", [None, False, True])
 @pytest.mark.parametrize("inner", [None, False, True])
-def test_gradients_are_the_same_under_every_kind_of_checkpointing(outer, inner):
-    """outer: around the whole, inner: around the tiled layer; None, non-reentrant (False) or reentrant (True)."""
+def test_gradients_are_equal_under_every_kind_of_checkpointing(outer, inner):
+    """Checkpoint around the block (outer) and around the layer (inner): None, non-reentrant (False) or reentrant (True)."""
     if inner and outer is False:
-        pytest.skip("PyTorch does not nest a reentrant checkpoint in one that is not")
+        pytest.skip("PyTorch has no reentrant checkpoint inside a non-reentrant one")
     linear, tiled = plain_and_tiled(3, 2)
     x = torch.randn(4, 5, dtype=torch.float64)
     results = []
@@ -238,7 +238,7 @@ class Both(nn.Module):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_are_those_of_the_plain_model(assign):
+def test_state_dicts_equal_those_of_the_plain_model(assign):
     torch.manual_seed(0)
     plain = Both(False)
     torch.manual_seed(0)
@@ -250,14 +250,14 @@ def test_state_dicts_are_those_of_the_plain_model(assign):
         state = source.state_dict()
         assert target.load_state_dict(state, assign=assign) == ([], [])
         assert all(torch.equal(target.state_dict()[name], value) for name, value in source.state_dict().items())
-        assert list(state) == list(theirs)  # the caller's is left as it was
+        assert list(state) == list(theirs)  # the caller's state is unchanged
     layer = TiledLinear(6, 7, out_tiles=3, in_tiles=2)
     assert layer.load_state_dict(tiled.inner[0].state_dict(), assign=assign) == ([], [])
     assert torch.equal(layer.weight, tiled.inner[0].weight) and all(tile.weight.is_contiguous() for tile in layer.tiles)
     assert [isinstance(p, nn.Parameter) and p.requires_grad for p in layer.parameters()] == [True] * 9
 
 
-WRONG_STATES = [  # what is done to a good state, what load_state_dict says
+WRONG_STATES = [  # damage to a good state, expected message of load_state_dict
     (lambda state: state.pop("inner.0.weight"), r'Missing key\(s\) in state_dict: "inner.0.weight".\s*$'),
     (lambda state: state.pop("inner.0.bias"), r'Missing key\(s\) in state_dict: "inner.0.bias".\s*$'),
     (lambda state: state.pop("token.weight"), r'Missing key\(s\) in state_dict: "token.weight".\s*$'),
@@ -274,7 +274,7 @@ WRONG_STATES = [  # what is done to a good state, what load_state_dict says
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("damage, expected", WRONG_STATES)
-def test_what_is_wrong_with_a_state_is_told_under_the_plain_names(damage, expected, assign):
+def test_errors_of_a_state_dict_have_the_plain_names(damage, expected, assign):
     model = Both(True)
     before = copy.deepcopy(model.state_dict())
     state = {name: value + 1 for name, value in before.items()}
@@ -293,7 +293,7 @@ def test_what_is_wrong_with_a_state_is_told_under_the_plain_names(damage, expect
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copies_are_whole_and_independent(clone):
+def test_copies_are_complete_and_independent(clone):
     model = Both(True)
     twin = clone(model)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -326,7 +326,7 @@ LABELS = {
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("head", ["linear", "1 tiles", "3 tiles", "50 tiles"])
-def test_the_loss_by_tiles_is_that_of_all_logits(head, labels, reduction):
+def test_the_loss_by_tiles_equals_the_loss_of_all_logits(head, labels, reduction):
     head, reference, labels = heads()[head], heads()["linear"], LABELS[labels].view(2, 12)
     x = 3 * torch.randn(2, 12, 16)
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -340,14 +340,14 @@ def test_the_loss_by_tiles_is_that_of_all_logits(head, labels, reduction):
     assert_close(gradients(head), gradients(reference), rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_of_a_bf16_head_is_taken_in_fp32():
+def test_the_loss_of_a_bf16_head_is_computed_in_fp32():
     head = nn.Linear(16, 50, dtype=torch.bfloat16)
     x, labels = torch.randn(24, 16, dtype=torch.bfloat16), LABELS["all"]
     got = linear_cross_entropy(x, TiledLinear.from_linear(head, 7), labels)
     torch.testing.assert_close(got, F.cross_entropy(head(x).float(), labels), rtol=1e-6, atol=1e-6)
 
 
-def test_an_ignored_class_of_the_vocabulary_an_empty_batch_and_no_graph():
+def test_an_ignored_class_an_empty_batch_and_no_graph_work():
     head, labels = heads()["3 tiles"], LABELS["all"]
     x = torch.randn(24, 16)
     expected = F.cross_entropy(head(x), labels, ignore_index=17)
@@ -360,7 +360,7 @@ def test_an_ignored_class_of_the_vocabulary_an_empty_batch_and_no_graph():
 
 @pytest.mark.parametrize("label", [-1, 50, 10_000])
 @pytest.mark.parametrize("head", ["linear", "3 tiles"])
-def test_a_label_that_is_no_class_is_refused(head, label):
+def test_a_label_out_of_range_is_refused(head, label):
     labels = LABELS["all"].clone()
     labels[5] = label
     with pytest.raises(RuntimeError, match="out of bounds"):
@@ -368,8 +368,8 @@ def test_a_label_that_is_no_class_is_refused(head, label):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 8])
-def test_never_more_logits_exist_than_a_tile_of_them(tiles):
-    """64 tokens, 256 classes, width 16: weights and inputs are smaller than a tile's logits."""
+def test_at_most_one_tile_of_logits_exists(tiles):
+    """With 64 tokens, 256 classes and width 16, weights and inputs are smaller than the logits of a tile."""
     head = TiledLinear(16, 256, out_tiles=tiles)
     x, labels = torch.randn(64, 16, requires_grad=True), torch.arange(64)
     with Sizes() as sizes:
@@ -385,7 +385,7 @@ def cut(model, above=100, tile=100, itemsize=4):
     return tile_large_layers(model, above_nbytes=above, tile_nbytes=tile, itemsize=itemsize)
 
 
-def test_large_layers_are_cut_in_place_and_small_ones_are_not():
+def test_large_layers_are_split_in_place_and_small_ones_are_not():
     torch.manual_seed(0)
     model = nn.ModuleDict({"token": nn.Embedding(20, 4, padding_idx=3), "up": nn.Linear(4, 9), "down": nn.Linear(3, 5)}).eval()
     model["up"].weight.requires_grad_(False)
@@ -420,14 +420,14 @@ def test_large_layers_are_cut_in_place_and_small_ones_are_not():
         (179, 80, 2, [3, 3, 3]),
     ],
 )
-def test_tiles_are_whole_rows_within_the_bound(above, tile, itemsize, rows):
-    """Of a layer 10 -> 9: rows of 40 bytes in fp32."""
+def test_tiles_are_whole_rows_within_the_limit(above, tile, itemsize, rows):
+    """The layer 10 -> 9 has rows of 40 bytes in fp32."""
     layer = nn.Linear(10, 9)
     assert cut(layer, above, tile, itemsize) == ([("", len(rows))] if rows else [])
     assert [part.out_features for part in getattr(layer, "tiles", ())] == (rows or [])
 
 
-def test_a_layer_has_one_tiled_form_under_all_its_names():
+def test_a_layer_with_several_names_is_split_once():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model.again, model.unregistered = model[0], [model[2]]
     assert cut(model) == [("0", 3), ("2", 3)]
@@ -435,13 +435,13 @@ def test_a_layer_has_one_tiled_form_under_all_its_names():
     assert type(model[0]) is type(model[2]) is TiledLinear
 
 
-def test_tied_weights_are_cut_once():
+def test_tied_weights_are_split_once():
     model = nn.ModuleList([nn.Embedding(20, 6), nn.Linear(6, 20), nn.Linear(6, 20, bias=False), nn.Linear(6, 20)])
     model[1].weight = model[2].weight = model[0].weight
     assert cut(model) == [("0", 5), ("1", 5), ("2", 5), ("3", 5)]
     for tiles in zip(*(layer.tiles for layer in model)):
         assert tiles[0].weight is tiles[1].weight is tiles[2].weight is not tiles[3].weight
-    assert len(list(model.parameters())) == 5 + 5 + 5 + 5  # tied weights, the weights of 3, the biases of 1 and 3
+    assert len(list(model.parameters())) == 5 + 5 + 5 + 5  # tied weights, weights of layer 3, biases of layers 1 and 3
     state = model.state_dict()
     assert torch.equal(state["0.weight"], state["1.weight"])
 
@@ -484,7 +484,7 @@ def hooked():
     return model
 
 
-LEFT_ALONE = {  # a model, and what is cut of it
+LEFT_ALONE = {  # a model, and the layers that are split
     "a weight that another module owns": (owned_elsewhere, [("1", 4)]),
     "a bias of two layers": (bias_shared, []),
     "a weight in a list": (in_a_list, []),
@@ -500,14 +500,14 @@ LEFT_ALONE = {  # a model, and what is cut of it
 }
 
 
-def test_layers_of_the_meta_device_are_cut_for_plans():
+def test_layers_on_the_meta_device_are_split_for_plans():
     model = nn.ModuleList([nn.Linear(8, 8, device="meta")])
     assert cut(model, tile=80) == [("0", 4)]
     assert [tuple(tile.weight.shape) for tile in model[0].tiles] == [(2, 8)] * 4 and model[0].tiles[0].weight.is_meta
 
 
 @pytest.mark.parametrize("what", LEFT_ALONE)
-def test_what_tiles_cannot_stand_for_is_left_alone(what):
+def test_layers_that_tiles_cannot_replace_are_not_split(what):
     make, expected = LEFT_ALONE[what]
     model = make()
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -542,7 +542,7 @@ def test_what_tiles_cannot_stand_for_is_left_alone(what):
         ),
     ],
 )
-def test_refusals_name_what_was_given_and_what_is_expected(make, expected):
+def test_refusals_name_the_given_and_the_expected_values(make, expected):
     with pytest.raises(ConfigError, match=expected):
         make()
 
@@ -551,7 +551,7 @@ def test_refusals_name_what_was_given_and_what_is_expected(make, expected):
 
 
 def lookup(tie=False, head_loss=False):
-    """Tokens to classes by way of 96 features; its two large layers take 460800 bytes each in fp32."""
+    """Tokens to classes through 96 features. The two large layers have 460,800 bytes each in fp32."""
 
     def build(self):
         self.token = nn.Embedding(1200, 96)
@@ -572,7 +572,7 @@ LAYER_NBYTES = 1200 * 96 * 4
 
 
 def train(model, optimizer, steps=5, world=1, rank=0, device="cpu"):
-    """Losses of the rank's part of each batch of 8 tokens."""
+    """Losses of this rank's part of each batch of 8 tokens."""
     losses = []
     for step in range(steps):
         tokens = torch.randint(1200, (8,), generator=torch.Generator().manual_seed(step))
@@ -590,7 +590,7 @@ def plain_losses(**options):
     return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-TILINGS = {  # configuration, number of tiles of each large layer
+TILINGS = {  # configuration, number of tiles per large layer
     "auto": ({"device_memory": "512KiB"}, 8),
     "bytes": ({"tile_above": "32KiB", "device_memory": 200_000}, 15),
 }
@@ -629,7 +629,7 @@ def test_without_tiling_the_same_budget_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("window", [0, 1 << 30])
-def test_layers_tiled_at_the_end_of_init_have_the_values_of_a_plain_construction(window, tmp_path):
+def test_layers_tiled_after_init_have_the_plain_models_values(window, tmp_path):
     def make():
         model = lookup()
         model.apply(lambda module: nn.init.xavier_uniform_(module.weight) if hasattr(module, "weight") else None)
@@ -653,8 +653,8 @@ def test_layers_tiled_at_the_end_of_init_have_the_values_of_a_plain_construction
                 assert torch.equal(got, getattr(plain, name).weight)
 
 
-def test_auto_cuts_what_takes_with_its_gradient_more_than_seven_eighths_of_the_device(tmp_path):
-    """Unless an eighth is less than 64 KiB."""
+def test_auto_splits_a_layer_above_seven_sixteenths_of_the_device(tmp_path):
+    """Exception: one eighth of the device memory is less than 64 KiB."""
     fits = LAYER_NBYTES * 16 // 7 + 1
     for budget, num_tiles in ((fits, 0), (fits - 1, 4), (512 << 10, 8), ((512 << 10) - 1, 0)):
         model = lookup()
@@ -664,7 +664,7 @@ def test_auto_cuts_what_takes_with_its_gradient_more_than_seven_eighths_of_the_d
 
 
 def one_layer(out_tiles):
-    """512 KiB of weights in fp32, of which a sixteenth is a chunk."""
+    """512 KiB of weights in fp32: 16 chunks of 32 KiB."""
 
     def build(self):
         self.layer = TiledLinear(128, 1024, bias=False, out_tiles=out_tiles)
@@ -681,7 +681,7 @@ def backward(model, optimizer):
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])
 def test_the_peak_on_the_device_is_a_tile_and_its_gradient(factor, update, tmp_path):
-    """Nothing is prefetched where there is no room for it: weight [out / factor, in], then a gradient of the same size."""
+    """The device holds one weight [out / factor, in] and its gradient. Without room there is no prefetch."""
     config = NVME | {"chunk_mib": 1 / 64, "update": update, "tile_above": None}
     least = least_device_memory(lambda: one_layer(factor), tmp_path, **config)
     assert least == 2 * (512 << 10) // factor
@@ -692,7 +692,7 @@ def test_the_peak_on_the_device_is_a_tile_and_its_gradient(factor, update, tmp_p
         assert engine.stats()["peak_device_nbytes"] <= least
 
 
-def test_the_gradient_of_a_tile_leaves_before_the_next_is_made(tmp_path, monkeypatch):
+def test_the_gradient_of_a_tile_leaves_before_the_next_one(tmp_path, monkeypatch):
     config = NVME | {"chunk_mib": 1 / 64, "tile_above": None}
     least = least_device_memory(lambda: one_layer(16), tmp_path, **config)
     with training(lambda: one_layer(16), tmp_path, device_memory=least, **config) as (model, engine, optimizer):
@@ -715,7 +715,7 @@ def test_the_gradient_of_a_tile_leaves_before_the_next_is_made(tmp_path, monkeyp
 
 @on_gpu
 @pytest.mark.parametrize("options", [{"tie": True}, {"head_loss": True}], ids=str)
-def test_a_layer_larger_than_the_gpus_share_trains_as_in_plain_pytorch(options, tmp_path):
+def test_a_layer_larger_than_the_gpu_budget_trains_as_in_pytorch(options, tmp_path):
     config = {"swap_dirs": tmp_path, "device": "cuda", "dtype": "fp32", "chunk_mib": 1 / 64, "device_memory": "512KiB"}
     config = infinity.Config(**config | NVME)
     torch.manual_seed(0)
@@ -730,7 +730,7 @@ def test_a_layer_larger_than_the_gpus_share_trains_as_in_plain_pytorch(options, 
 @on_gpu
 @pytest.mark.parametrize("factor", [1, 4, 16])
 def test_the_gpus_own_peak_falls_with_the_tiles(factor, tmp_path):
-    """What the allocator gave out at most, beside the engine's fixed buffers: below three tiles and the activations."""
+    """The allocator's peak above the engine's fixed buffers is two tiles plus 2 MiB of activations."""
     torch.manual_seed(0)
     config = NVME | {"device": "cuda", "chunk_mib": 0.5, "tile_above": None, "device_memory": 2 * (32 << 20) // factor}
 
@@ -753,7 +753,7 @@ def test_the_gpus_own_peak_falls_with_the_tiles(factor, tmp_path):
 
 
 def train_rank(folder, built, changes, options):
-    """What each rank runs: losses and the number of tiles."""
+    """Train on this rank. Return losses and the number of tiles."""
     config = infinity.Config(**{"swap_dirs": folder, "device": "cpu", "dtype": "fp32", "chunk_mib": 1 / 64} | NVME | changes)
     torch.manual_seed(0)
     if built == "init":
@@ -777,7 +777,7 @@ def train_rank(folder, built, changes, options):
         pytest.param("offload", "bytes", {"tie": True}, marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_tile_alike_and_train_as_plain_pytorch(worlds, built, tiling, options, tmp_path):
+def test_two_ranks_make_equal_tiles_and_train_as_plain_pytorch(worlds, built, tiling, options, tmp_path):
     changes, num_tiles = TILINGS[tiling]
     got = worlds(2).run(train_rank, tmp_path, built, changes, options)
     assert [tiles for _, tiles in got] == [num_tiles] * 2
@@ -785,7 +785,7 @@ def test_two_ranks_tile_alike_and_train_as_plain_pytorch(worlds, built, tiling, 
     assert losses == pytest.approx(plain_losses(**options), rel=1e-5)
 
 
-def test_a_layer_without_elements_is_left_alone(tmp_path):
+def test_a_layer_without_elements_is_not_split(tmp_path):
     with pytest.warns(UserWarning, match="zero-element"):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0), nn.Linear(0, 4), nn.Embedding(0, 4))
     assert tile_large_layers(model, above_nbytes=1, tile_nbytes=16, itemsize=4) == [("0", 4)]

@@ -1,4 +1,4 @@
-"""The update has the same bits whoever computes it; the split master loses nothing; the norm has no order."""
+"""All implementations of the update give the same bits. The split master is exact. The norm does not depend on the order."""
 
 import dataclasses
 import itertools
@@ -35,9 +35,9 @@ LAYOUTS = list(itertools.product(["split", "dithered", "fp32"], [torch.bfloat16,
 HYPER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3, "grad_scale": 0.7}
 SPECIAL_BITS = [
     *(0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000),  # zeros, denormals, least normal
-    *(0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000),  # greatest, infinities
+    *(0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000),  # largest finite numbers, infinities
     *(0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF),  # quiet and signalling NaNs
-    *(0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x7F7F8000),  # halfway between two bf16, and beside it
+    *(0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x7F7F8000),  # halfway between two bf16 numbers, and next to that
 ]
 
 
@@ -50,7 +50,7 @@ def from_bits(values):
 
 
 def hard_values(numel, seed):
-    """A third ordinary numbers, a third any bit pattern, a third special values."""
+    """One third ordinary numbers, one third random bit patterns, one third special values."""
     rng = np.random.default_rng(seed)
     ordinary = rng.normal(0, 0.02, numel).astype(np.float32).view(np.uint32)
     pattern = rng.integers(0, 2**32, numel, dtype=np.uint32)
@@ -59,7 +59,7 @@ def hard_values(numel, seed):
 
 
 def faint_values(numel, seed):
-    """Zeros, a few units of 2^-149, denormals, the least normal numbers, those whose squares are denormals, ordinary ones: in shares that vary."""
+    """Random shares of: zeros, multiples of 2^-149, denormals, smallest normal numbers, numbers with denormal squares, ordinary numbers."""
     rng = np.random.default_rng(seed)
     share = rng.dirichlet([0.3] * 6)
     units = rng.integers(0, 20, numel, dtype=np.uint32)
@@ -70,12 +70,12 @@ def faint_values(numel, seed):
 
 
 def faint_vectors(numel, seed):
-    """Those, 32 alike in a row: no vector is done again for another lane's sake."""
+    """faint_values, each 32 times in a row, so that all lanes of a vector are alike."""
     return faint_values(numel // 32, seed).repeat_interleave(32)
 
 
 class Shard:
-    """The tensors of one update; `bits` are those that it leaves."""
+    """The tensors of one update. `bits`: the state after the update."""
 
     def __init__(self, numel, layout, seed=0, values=hard_values):
         form, grad_dtype, self.decoupled = layout
@@ -110,7 +110,7 @@ class Shard:
 
 @np.errstate(all="ignore")
 def spelled_out(shard):
-    """The fixed arithmetic in numpy, an operation a line."""
+    """The fixed arithmetic in numpy, one operation per line."""
     f = np.float32
     lr, (beta1, beta2), step = HYPER["lr"], HYPER["betas"], HYPER["step"]
     p = (join_master(shard.weight, shard.residual) if shard.residual is not None else shard.weight).numpy()
@@ -158,14 +158,14 @@ def spelled_out(shard):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_update_has_the_bits_of_the_arithmetic_spelled_out(layout, variant):
+def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
     shard = Shard(200_001, layout)
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
 
 
 @pytest.mark.parametrize("form", ["split", "dithered"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_update_of_any_size_and_start_touches_that_range_only(variant, form):
+def test_update_of_a_range_changes_only_that_range(variant, form):
     layout = (form, torch.bfloat16, True)
     before = Shard(3100, layout)
     after = spelled_out(before)
@@ -180,8 +180,8 @@ def test_update_of_any_size_and_start_touches_that_range_only(variant, form):
 
 @pytest.mark.parametrize("isa", _adam.isas())
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_special_values_meet_each_other(layout, isa):
-    """Each special value of the gradient, at every lane, beside each of the master."""
+def test_all_pairs_of_special_values_give_the_right_bits(layout, isa):
+    """All pairs of special values of gradient and master, at every lane."""
     table = from_bits(SPECIAL_BITS)
     shard = Shard(len(table) ** 2 * 3, layout)
     shard.grad = table.repeat(len(table) * 3).to(shard.grad.dtype)
@@ -192,7 +192,7 @@ def test_special_values_meet_each_other(layout, isa):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-def test_denormals_are_kept_wherever_they_come_from(layout, variant):
+def test_denormals_from_any_operation_are_kept(layout, variant):
     for seed in range(20):
         shard = Shard(8192, layout, 10 * seed, faint_vectors if seed % 2 else faint_values)
         assert shard.clone().update(isa=variant).equals(spelled_out(shard)), seed
@@ -222,7 +222,7 @@ def test_denormals_are_kept_with_any_hyperparameters(number, isa):
 @pytest.mark.parametrize(
     "scalars, momentum, variance, grad",
     [
-        ({"grad_scale": 2.0**100}, 1e-3, 1e-6, 2.0**-127),  # a denormal that becomes an ordinary gradient
+        ({"grad_scale": 2.0**100}, 1e-3, 1e-6, 2.0**-127),  # a denormal gradient becomes an ordinary number
         ({"grad_scale": 2.0**-127}, 1e-3, 1e-6, 2.0**110),
         ({"one_minus_beta1": 2.0**-127}, 2.0**-60, 1e-6, 2.0**63),
         ({"step_size": 2.0**-127}, 2.0**120, 1e-6, 0.0),
@@ -231,7 +231,7 @@ def test_denormals_are_kept_with_any_hyperparameters(number, isa):
         ({"beta1": 0.0, "one_minus_beta1": 1.0}, -(2.0**-149), 1e-6, 0.0),  # -0 + 0 is 0
     ],
 )
-def test_no_scalar_and_no_cancellation_makes_flushing_show(scalars, momentum, variance, grad, isa):
+def test_flushing_never_shows_in_the_result(scalars, momentum, variance, grad, isa):
     scalars = dataclasses.replace(AdamScalars.of(**HYPER | {"grad_scale": 1.0}), **scalars)
     states = []
     for variant in (isa, "scalar"):
@@ -242,12 +242,12 @@ def test_no_scalar_and_no_cancellation_makes_flushing_show(scalars, momentum, va
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 16])
-def test_number_of_threads_leaves_no_trace(threads):
+def test_the_number_of_threads_changes_no_bit(threads):
     shard = Shard(1_000_003, ("split", torch.bfloat16, True))
     assert shard.clone().update(threads=threads).equals(shard.clone().update(threads=1, isa="scalar"))
 
 
-def test_a_nan_is_left_in_one_form():
+def test_every_nan_is_stored_as_the_same_nan():
     shard = Shard(1000, ("split", torch.float32, True))
     shard.grad[500] = from_bits([0xFFFFFFFF])
     shard.update()
@@ -265,10 +265,10 @@ def test_callers_denormal_mode_is_neither_used_nor_changed():
     try:
         for threads in (1, 2):
             assert shard.clone().update(hyper=tiny, threads=threads).equals(expected)
-        assert (denormal * 1.0).view(torch.int32).item() == 0  # still flushing
+        assert (denormal * 1.0).view(torch.int32).item() == 0  # the caller's mode still flushes
     finally:
         torch.set_flush_denormal(False)
-    assert (expected.momentum.view(torch.int32).abs() - 1 < 0x7FFFFF).any()  # there were denormals to flush
+    assert (expected.momentum.view(torch.int32).abs() - 1 < 0x7FFFFF).any()  # the test had denormals to flush
 
 
 @pytest.mark.parametrize("decoupled, optimizer", [(True, torch.optim.AdamW), (False, torch.optim.Adam)])
@@ -288,7 +288,7 @@ def test_fp32_update_follows_torch_within_1e_6(decoupled, optimizer):
     assert ((weight - param.detach()).abs() / scale).max() < 1e-6
 
 
-def test_split_master_trains_as_the_fp32_one():
+def test_a_split_master_trains_like_an_fp32_master():
     split, whole = Shard(5000, ("split", torch.float32, True)), Shard(5000, ("fp32", torch.float32, True))
     for _ in range(5):
         split.update()
@@ -301,16 +301,16 @@ def test_split_master_trains_as_the_fp32_one():
     [
         (0x3F800000, 0x3F80, 0),
         (0x3F807FFF, 0x3F80, 0x7FFF),
-        (0x3F808000, 0x3F81, -0x8000),  # a tie goes up
+        (0x3F808000, 0x3F81, -0x8000),  # ties round up
         (0xBF808001, 0xBF81, -0x7FFF),
-        (0x7F7FFFFF, 0x7F80, -1),  # the weight is infinite, the master is not
+        (0x7F7FFFFF, 0x7F80, -1),  # an infinite weight with a finite master
         (0x80000001, 0x8000, 1),
         (0x7FFFFFFF, 0x7FC0, 0),
         (0xFF800001, 0xFFC0, 0),
     ],
 )
 @pytest.mark.parametrize("numel", [1, 33])
-def test_split_by_hand(master, weight, residual, numel):
+def test_split_of_single_values(master, weight, residual, numel):
     got_weight, got_residual = split_master(from_bits([master] * numel))
     assert {w & 0xFFFF for w in bits(got_weight).tolist()} == {weight}
     assert set(got_residual.tolist()) == {residual}
@@ -324,7 +324,7 @@ def test_join_undoes_split_on_four_million_patterns():
     number = ~master.isnan()
     assert torch.equal(bits(joined)[number], bits(master)[number])
     assert weight.isnan().equal(master.isnan())
-    # Round to nearest, but in half of the ties.
+    # The weight is rounded to nearest, except in half of the ties.
     differs = bits(weight)[number] != bits(master.bfloat16())[number]
     assert (residual[number][differs] == -0x8000).all()
 
@@ -348,7 +348,7 @@ def norm_limbs(*parts, **how):
 
 
 def gradient(numel, dtype=torch.float32, seed=0):
-    """Finite, of many magnitudes."""
+    """Finite values of many magnitudes."""
     rng = np.random.default_rng(seed)
     return torch.from_numpy((rng.normal(size=numel) * 10.0 ** rng.integers(-40, 18, numel)).astype(np.float32)).to(dtype)
 
@@ -361,7 +361,7 @@ def test_norm_has_equal_bits_from_c_and_from_torch(dtype, numel):
     assert torch.equal(norm_limbs(grad[:-1]), norm_limbs(grad[:-1].clone(), isa="torch"))
 
 
-def test_norm_depends_on_no_split_order_or_thread():
+def test_norm_does_not_depend_on_parts_order_or_threads():
     grad = gradient(1_000_000)
     whole = norm_limbs(grad, threads=1)
     assert torch.equal(whole, norm_limbs(grad, threads=7))
@@ -379,7 +379,7 @@ def test_norm_depends_on_no_split_order_or_thread():
         assert torch.equal(whole, first.limbs)
 
 
-def test_norm_is_the_correctly_rounded_root_of_the_exact_sum_of_block_sums():
+def test_norm_is_the_correctly_rounded_root_of_the_exact_sum():
     for seed in range(20):
         grad = gradient(50_000, seed=seed)
         norm = NormAccumulator()
@@ -411,7 +411,7 @@ def test_norm_of_one_sets_one_digit():
         ([math.nan, math.inf], math.nan),
     ],
 )
-def test_norm_of_a_few(values, expected, isa):
+def test_norm_of_few_values(values, expected, isa):
     norm = NormAccumulator()
     norm.add(torch.tensor(values), isa=isa)
     assert norm.value() == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
@@ -469,7 +469,7 @@ def test_a_forked_child_makes_its_own_pool():
         ({"isa": "avx1024"}, r"isa is 'avx1024', which this CPU does not have"),
     ],
 )
-def test_update_refuses(change, message):
+def test_update_refuses_wrong_tensors(change, message):
     arguments = {
         "weight": torch.zeros(8, dtype=torch.bfloat16),
         "residual": torch.zeros(8, dtype=torch.int16),
@@ -488,8 +488,8 @@ def test_steps_count_from_one():
         AdamScalars.of(**{**HYPER, "step": 0})
 
 
-def test_the_triton_kernel_has_the_bits_of_the_c_kernel_in_its_interpreter():
-    """In a process of its own, since a process interprets either all kernels or none."""
+def test_the_interpreted_triton_kernel_has_the_bits_of_the_c_kernel():
+    """A new process, because Triton interprets all kernels of a process or none."""
     pytest.importorskip("triton")
     program = """
 import test_adam

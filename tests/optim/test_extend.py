@@ -1,4 +1,4 @@
-"""Formats and optimizers that a program adds, as examples/extend/ adds them."""
+"""Formats and optimizers that a program adds, as in examples/extend/."""
 
 import importlib.util
 from pathlib import Path
@@ -32,7 +32,7 @@ DTYPE = "int16_block128"
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    """The format is known to this file alone."""
+    """Register the format for this file only."""
     SCALED.register_format()
     yield
     del STORAGES[DTYPE], CODECS[DTYPE]
@@ -52,7 +52,7 @@ def gpt():
     return GPT(hidden=64, layers=3, heads=4, vocab=64, seq=16)
 
 
-def test_rmsprop_is_that_of_torch(tmp_path):
+def test_rmsprop_trains_as_torchs_rmsprop(tmp_path):
     torch.manual_seed(0)
     plain = gpt()
     theirs = torch.optim.RMSprop(plain.parameters(), lr=1e-3)
@@ -61,11 +61,11 @@ def test_rmsprop_is_that_of_torch(tmp_path):
         assert [step(model, ours, number) for number in range(5)] == pytest.approx(expected, rel=1e-5)
         for name, param in plain.named_parameters():
             state = engine.read_state(model.get_parameter(name))
-            torch.testing.assert_close(state["weight"], param.detach(), rtol=1e-3, atol=1e-4)  # where gradients are noise, so is their sign
+            torch.testing.assert_close(state["weight"], param.detach(), rtol=1e-3, atol=1e-4)  # tiny gradients have random signs
             torch.testing.assert_close(state["square_avg"], theirs.state[param]["square_avg"], rtol=1e-4, atol=1e-9)
 
 
-def test_rmsprop_refuses_what_its_rule_refuses(tmp_path):
+def test_rmsprop_refuses_invalid_hyperparameters(tmp_path):
     with pytest.raises(infinity.ConfigError, match="alpha=-1"):
         with training(gpt, tmp_path, optimizer=RMSPROP.RMSprop, options={"alpha": -1}):
             pass
@@ -87,7 +87,7 @@ def test_a_coded_format_has_the_same_bits_in_every_tier(update, tmp_path):
         assert_same_states(states, found["host"][1], place)
 
 
-def test_a_coded_format_trains_as_bf16_does(tmp_path):
+def test_a_coded_format_trains_like_bf16(tmp_path):
     losses = {}
     for dtype in ("bf16", DTYPE):
         with training(gpt, tmp_path / dtype, dtype=dtype, options={"lr": 3e-3}, **NVME) as (model, engine, ours):
@@ -135,6 +135,6 @@ def test_a_coded_format_has_no_home_on_the_device(tmp_path):
             pass
 
 
-def test_a_name_is_registered_once():
+def test_a_format_name_is_registered_once():
     with pytest.raises(ValueError, match="exists already"):
         SCALED.register_format()

@@ -1,4 +1,4 @@
-"""What has no moments says so: the optimizer's state_dict, optimizer.state, and whoever looks for them there; and what is no plain parameter."""
+"""An optimizer's state_dict and optimizer.state have no moments and say so. DTensors, tied tensors and a GradScaler are handled."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def train(model, optimizer, step=0):
     optimizer.zero_grad()
 
 
-def test_a_state_dict_without_moments_says_so_and_the_remedy_keeps_them(tmp_path):
+def test_a_state_dict_without_moments_says_so_and_names_infinity_save(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         train(model, optimizer)
         with pytest.warns(UserWarning, match=r"state_dict\(\) has hyper-parameters, no moments and no step counts: use infinity.save and infinity.load"):
@@ -57,7 +57,7 @@ def test_a_state_dict_without_moments_says_so_and_the_remedy_keeps_them(tmp_path
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_state_dict_of_what_was_saved_refers_to_it_and_is_plain_data(tmp_path, wait):
+def test_a_state_dict_after_a_save_refers_to_the_checkpoint(tmp_path, wait):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         for step in range(3):
             train(model, optimizer, step)
@@ -78,13 +78,13 @@ def test_a_state_dict_of_what_was_saved_refers_to_it_and_is_plain_data(tmp_path,
         optimizer.load_state_dict(found)
         assert_same_states(states_of(engine, model), expected)
         assert optimizer.param_groups[0]["lr"] == 1e-2
-        assert optimizer.state_dict() == found, "nothing has changed since"
+        assert optimizer.state_dict() == found, "no step since the load, so the dict must be the loaded one"
         infinity.load(tmp_path / "saved", model)
         with pytest.warns(UserWarning, match="no moments"):
             optimizer.state_dict()
 
 
-def test_a_state_dict_is_not_loaded_from_what_has_taken_the_place_of_its_checkpoint(tmp_path):
+def test_a_state_dict_of_a_replaced_checkpoint_is_refused(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         found = []
         for step in range(2):
@@ -101,7 +101,7 @@ def test_a_state_dict_is_not_loaded_from_what_has_taken_the_place_of_its_checkpo
             optimizer.load_state_dict(found[1])
 
 
-def test_a_state_dict_that_is_passed_through_leaves_weights_that_have_changed_since(tmp_path):
+def test_loading_the_own_state_dict_keeps_changed_weights(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         train(model, optimizer)
         infinity.save(tmp_path / "saved", model, optimizer)
@@ -111,7 +111,7 @@ def test_a_state_dict_that_is_passed_through_leaves_weights_that_have_changed_si
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
-def test_moments_that_come_from_elsewhere_are_not_taken_for_those_of_the_last_checkpoint(tmp_path):
+def test_after_load_dcp_the_state_dict_refers_to_no_checkpoint(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         train(model, optimizer)
         infinity.save_dcp(tmp_path / "dcp", model, optimizer)
@@ -123,7 +123,7 @@ def test_moments_that_come_from_elsewhere_are_not_taken_for_those_of_the_last_ch
 
 
 @pytest.mark.filterwarnings("ignore:optimizer.state_dict")
-def test_torchs_own_state_dict_of_an_optimizer_is_refused_by_name_and_changes_nothing(tmp_path):
+def test_torchs_get_state_dict_is_refused_and_changes_nothing(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         train(model, optimizer)
         expected = states_of(engine, model)
@@ -144,13 +144,13 @@ def test_torchs_own_state_dict_of_an_optimizer_is_refused_by_name_and_changes_no
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of this process."""
+    """A process group of one rank."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def test_a_dtensor_is_refused_by_name_before_anything_is_made(tmp_path, alone):
+def test_a_dtensor_is_refused_by_name_before_the_engine_exists(tmp_path, alone):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plain = model[1].weight
     mesh = init_device_mesh("cpu", (1,))
@@ -177,7 +177,7 @@ def test_tied_names_are_one_tensor_in_a_state_dict(tmp_path):
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME)):
         found, again = model.state_dict(), model.state_dict()
         assert found["token.weight"] is found["head.weight"]
-        assert again["token.weight"].data_ptr() != found["token.weight"].data_ptr(), "of another call, which may be kept beside it"
+        assert again["token.weight"].data_ptr() != found["token.weight"].data_ptr(), "each call must return separate memory"
         mine = {}
         model.state_dict(destination=mine)
         assert torch.equal(mine["head.weight"], found["token.weight"])
@@ -210,7 +210,7 @@ def test_save_pretrained_writes_a_tied_head_once(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_grad_scaler_is_named_with_what_to_do_instead(tmp_path, dtype):
+def test_a_grad_scaler_is_refused_with_a_remedy(tmp_path, dtype):
     with training(mlp, tmp_path, dtype=dtype) as (model, engine, optimizer):
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model(inputs(model, 0).to(next(model.parameters()).dtype)).float())).backward()

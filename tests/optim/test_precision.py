@@ -1,4 +1,4 @@
-"""fp16 with its loss scale, bf16 moments, and gradients that are not finite: from whatever tier, the same bits."""
+"""fp16 with a loss scale, bf16 moments and non-finite gradients give the same bits in every tier."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ PLACES = {
 
 
 class Faint(nn.Module):
-    """Its gradients are some 1e-8: below the least fp16 number."""
+    """The gradients are about 1e-8, below the smallest fp16 number."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ def test_fp16_trains_where_unscaled_gradients_flush_to_zero(tmp_path):
     assert stats["num_skipped_steps"] == 0 and stats["loss_scale"] == 2.0**16
 
 
-def test_the_scale_shrinks_at_an_overflow_and_the_step_changes_no_byte(tmp_path):
+def test_at_an_overflow_the_scale_shrinks_and_no_byte_changes(tmp_path):
     scale = LossScale(initial=2.0**40, backoff=2.0**-8, interval=3, growth=4.0)
     with training(tiny_gpt, tmp_path, dtype="fp16", options={"loss_scale": scale}, **NVME) as (model, engine, optimizer):
         before, scales = states_of(engine, model), []
@@ -108,7 +108,7 @@ def test_fp16_has_the_bits_of_the_reference_loop(tmp_path):
 
 
 @pytest.mark.parametrize("container", ["tuple", "dict"])
-def test_outputs_of_an_fp16_model_are_fp32_in_containers_of_their_kind(container, tmp_path):
+def test_outputs_of_an_fp16_model_are_fp32_in_the_same_containers(container, tmp_path):
     class Wrapped(nn.Module):
         def __init__(self):
             super().__init__()
@@ -157,11 +157,11 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fp16_gradients_are_those_of_fp32_however_the_model_is_called(way, tmp_path):
+def test_fp16_gradients_match_fp32_for_every_kind_of_call(way, tmp_path):
     found = {}
     for dtype, options in (("fp32", {}), ("fp16", {"loss_scale": LossScale(initial=256.0)})):
         torch.manual_seed(3)
-        before = nn.Linear(8, 8)  # which the engine knows nothing of
+        before = nn.Linear(8, 8)  # outside the engine
         with training(Two, tmp_path, dtype=dtype, options=options, **NVME) as (model, engine, optimizer):
             x = before(torch.ones(4, 8))
             WAYS[way](model, x if way != "reentrant checkpoint" else x.detach()).square().mean().backward()
@@ -187,8 +187,8 @@ def test_fp16_refuses_a_graph_that_it_cannot_scale(make, call, message, tmp_path
         optimizer.zero_grad()
 
 
-def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
-    """As torch.nn.utils.clip_grad_norm_ does."""
+def test_a_nan_norm_makes_every_weight_nan(tmp_path):
+    """torch.nn.utils.clip_grad_norm_ does the same."""
     results = []
     for plain in (True, False):
         torch.manual_seed(0)
@@ -218,7 +218,7 @@ def test_a_norm_that_is_no_number_makes_every_gradient_none(tmp_path):
 
 
 FP16, BF16_MOMENTS = {"dtype": "fp16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}
-RULES = [  # by default each precision and each rule
+RULES = [  # short runs have each precision and each rule once
     *((infinity.AdamW, FP16), (infinity.SGD, BF16_MOMENTS), (infinity.Lion, FP16)),
     *(pytest.param(*case, marks=pytest.mark.long) for case in ((infinity.AdamW, BF16_MOMENTS), (infinity.SGD, FP16), (infinity.Lion, BF16_MOMENTS))),
 ]
@@ -243,7 +243,7 @@ def test_placement_changes_no_bit(config, optimizer, tmp_path):
 # ---- bf16 moments ----
 
 
-def test_dither_depends_on_the_element_and_not_on_where_a_part_begins():
+def test_dither_depends_on_the_element_and_not_on_the_part():
     whole = Dither.of(5, "a.weight", 3, 0).bits(10_000)
     for begin in (0, 1, 1024, 9_999):
         assert torch.equal(Dither.of(5, "a.weight", 3, begin).bits(10_000 - begin), whole[begin:])
@@ -274,7 +274,7 @@ def test_dithered_rounding_is_unbiased_and_independent():
 
 @pytest.mark.parametrize("steps", [1500, pytest.param(5000, marks=pytest.mark.long)])
 def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
-    """At beta2 = 0.999 rounding to nearest could not move it at all once a change is below 1/256 of the value."""
+    """With beta2 = 0.999 and rounding to nearest, changes below 1/256 of the value would all be lost."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -300,7 +300,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
 
 
 @pytest.mark.parametrize("compression, expected", [("off", 8.0), ("auto", 4 + 4 / 3)])
-def test_records_with_bf16_moments_hold_and_move_8_bytes_a_parameter_and_a_third_less_with_late_moments(compression, expected, tmp_path):
+def test_bf16_moments_write_8_bytes_a_parameter_or_a_third_less_late(compression, expected, tmp_path):
     from test_engine import traffic, traffic_gpt
 
     read, written, _ = traffic(traffic_gpt, tmp_path, update="backward", optimizer_state_dtype="bf16", compression=compression)
@@ -312,7 +312,7 @@ def test_records_with_bf16_moments_hold_and_move_8_bytes_a_parameter_and_a_third
 
 
 @pytest.mark.parametrize("nonfinite", ["ignore", "skip", "raise"])
-def test_what_a_nan_in_a_gradient_does_is_as_asked(nonfinite, tmp_path):
+def test_a_nan_in_a_gradient_is_ignored_skipped_or_raised(nonfinite, tmp_path):
     with training(mlp, tmp_path, nonfinite=nonfinite, **NVME) as (model, engine, optimizer):
         for step in range(3):
             loss_of(model(inputs(model, step))).backward()

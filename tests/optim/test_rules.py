@@ -1,4 +1,4 @@
-"""Rules: what SGD and Lion compute, what a rule of one's own takes, and that no rule depends on how a shard is cut."""
+"""Rules: SGD and Lion compute their definitions, users can write rules, and no result depends on the parts of a shard."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def shard(rule, dtype, moments_dtype, numel):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype, moments", [("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
-def test_a_shard_has_the_same_bits_however_it_is_cut(name, dtype, moments):
+def test_a_shard_has_the_same_bits_for_all_parts(name, dtype, moments):
     rule, group = RULES[name]
     numel, moments_dtype = 200_003, {"fp32": torch.float32, "bf16": torch.bfloat16}[moments]
     grad_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
@@ -69,7 +69,7 @@ def test_sgd_trains_as_torch_optim_does(options, tmp_path):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
-def test_lion_computes_what_its_source_says(tmp_path):
+def test_lion_computes_the_update_of_its_paper(tmp_path):
     torch.manual_seed(0)
     plain_model = tiny_gpt()
     momenta = [torch.zeros_like(p) for p in plain_model.parameters()]
@@ -94,7 +94,7 @@ def test_lion_computes_what_its_source_says(tmp_path):
     assert got == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_rule_of_ones_own_is_a_small_class(tmp_path):
+def test_a_users_rule_is_a_small_class(tmp_path):
     class Adagrad(Rule):
         moments = ("sum",)
 
@@ -149,7 +149,7 @@ def test_an_update_that_changes_nothing_in_place_is_refused(tmp_path):
     refused(Rebinding(), "Rebinding.update changes neither p nor a moment", tmp_path)
 
 
-def test_an_error_in_a_rule_names_it_and_what_it_asked_for_and_the_cure_it_names_is_one(tmp_path):
+def test_an_unknown_name_in_a_rule_is_reported_and_the_remedy_works(tmp_path):
     class Decaying(Rule):
         def check(self, group):
             return [] if group["lr"] > 0 else ["lr: expected more than 0"]
@@ -168,7 +168,7 @@ def test_an_error_in_a_rule_names_it_and_what_it_asked_for_and_the_cure_it_names
     Decaying.moments = ("speed",)
     make = lambda params, lr, **options: infinity.Elementwise(params, Decaying(), {"lr": lr, "decay": 0.1}, **options)
     with training(tiny_gpt, tmp_path, optimizer=make, **NVME) as (model, engine, optimizer):
-        assert gpt_step(model, optimizer, 1) < gpt_step(model, optimizer, 0)  # of one batch's kind; it trains
+        assert gpt_step(model, optimizer, 1) < gpt_step(model, optimizer, 0)  # the losses fall
         del optimizer.param_groups[0]["decay"]
         with pytest.raises(infinity.ConfigError, match=r"has lost its 'decay'; set it again: optimizer.param_groups\[i\]\['decay'\]"):
             optimizer.step()
@@ -177,7 +177,7 @@ def test_an_error_in_a_rule_names_it_and_what_it_asked_for_and_the_cure_it_names
 
 
 @pytest.mark.parametrize("member", ["check", "scalars", "update"])
-def test_any_other_error_in_a_rule_names_it_and_what_it_was_given(member, tmp_path):
+def test_any_other_error_in_a_rule_names_the_rule_and_its_arguments(member, tmp_path):
     def fail(self, *arguments):
         raise IndexError("too far")
 
@@ -206,7 +206,7 @@ def test_names_of_moments_are_checked(names, message, tmp_path):
     refused(Named(), message, tmp_path)
 
 
-def test_each_moment_draws_bits_of_its_own():
+def test_each_moment_has_its_own_random_bits():
     class Three(Rule):
         moments = ("a", "b", "c")
 
@@ -221,11 +221,11 @@ def test_each_moment_draws_bits_of_its_own():
     Three().apply(segments, torch.full((numel,), 1 / 512), {}, 1.0, dither=Dither.of(1, "x", 1, 0))
     drawn = [segments[name] > 1 for name in Three.moments]
     for k, one in enumerate(drawn):
-        assert 0.2 < one.float().mean() < 0.3  # 1/512 of a step of 1/128
+        assert 0.2 < one.float().mean() < 0.3  # a change of 1/512 with bf16 steps of 1/128: one in four rounds up
         assert all((one & other).float().mean() < 0.1 for other in drawn[:k])
 
 
-def test_momentum_of_a_group_is_that_of_torch_optim_or_refused(tmp_path):
+def test_momentum_of_a_group_matches_torch_optim_or_is_refused(tmp_path):
     refused_message = "momentum=0.9: the records were made without momentum"
     model = tiny_gpt()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(infinity.ConfigError, match=refused_message):

@@ -1,4 +1,4 @@
-"""What ranks must decide alike, each from numbers of its own: collectives meet only where all issue them in one order."""
+"""Decisions that all ranks must make alike from different numbers: collectives need one order on all ranks."""
 
 import random
 
@@ -21,7 +21,7 @@ from infinity.plan.schedule import Read, ReadStates, plan
 
 @pytest.mark.parametrize("block", range(3))
 def test_slots_which_may_differ_by_rank_change_reads_alone(block):
-    """3,000 random plans: whatever slots there are, gathers, reductions, copies and evictions are the same, at the same ops."""
+    """In 3,000 random plans, gathers, reductions, copies and evictions come at the same ops for all numbers of slots."""
     num_that_read_otherwise = 0
     for seed in range(1000 * block, 1000 * block + 1000):
         choose = random.Random(-seed)
@@ -41,7 +41,7 @@ def test_slots_which_may_differ_by_rank_change_reads_alone(block):
 
 @pytest.mark.parametrize("block", range(3))
 def test_ranks_have_the_same_room_on_the_device(block):
-    """A copy that was planned and finds no room is left out, and its gather with it. Shards differ, the last are the smallest."""
+    """A planned copy without room is skipped together with the gather, so the room must be equal. The last rank has the smallest shards."""
     num_placed = num_that_differ = num_promoted = 0
     for seed in range(100 * block, 100 * block + 100):
         choose = random.Random(seed)
@@ -71,8 +71,8 @@ def test_ranks_have_the_same_room_on_the_device(block):
     assert num_placed > 30 and num_that_differ > 5 and num_promoted > 5
 
 
-def test_ranks_expect_the_same_records_on_the_device_where_one_needs_less_host_memory():
-    """Of chunks of 3,000 elements the last of four ranks has none: by its own shards, more would visit the device."""
+def test_ranks_expect_the_same_visitors_if_one_needs_less_host_memory():
+    """The last of four ranks holds no elements of chunks of 3,000 elements. By its own shards more records would visit the device."""
     model = nn.Sequential(*(nn.Linear(3000, 1, bias=False, device="meta") for _ in range(24)))
     config, how = Config(device="cpu", dtype="bf16", chunk_mib=1 / 128), Training(moments=ADAM_MOMENTS, deferred=True, accumulating=True)
     for host_nbytes in (80_000, 120_000, 480_000):

@@ -49,7 +49,7 @@ def test_a_full_block_is_filled_to_its_last_element():
 
 def test_a_parameter_larger_than_a_chunk_becomes_a_span_of_equal_chunks():
     got = layout(specs_of(500, 9 * 1024 + 10, 700), chunk_numel=4096, world=1)
-    # The large one leaves room in its third chunk, but 700 is more than an eighth of a chunk.
+    # The large parameter leaves room in its third chunk, but 700 is more than an eighth of a chunk.
     assert [s.params for s in got.spans] == [(0,), (1,), (2,)]
     assert [c.numel for c in got.chunks] == [1024, 4096, 4096, 2048, 1024]
     assert got.spans[1].chunks == (1, 2, 3)
@@ -60,18 +60,18 @@ def test_a_parameter_larger_than_a_chunk_becomes_a_span_of_equal_chunks():
 
 def test_a_span_takes_a_bounded_tail():
     got = layout(specs_of(9 * 1024, 1000, 1024, 1024, 100), chunk_numel=8192, world=1)
-    # Room up to 16 blocks: an eighth of a chunk each, all of what is left together.
+    # The tail has room up to 16 blocks. Each parameter may have an eighth of a chunk.
     assert [s.params for s in got.spans] == [(0, 1, 2, 3, 4)]
     assert [c.numel for c in got.chunks] == [7 * 1024, 6 * 1024]
     full = layout(specs_of(16 * 1024, 600, 600), chunk_numel=8192, world=1)
-    # Nothing is left: the tail may reach an eighth of a chunk further, into one chunk more.
+    # No block is free. The tail may extend the span by an eighth of a chunk, into one more chunk.
     assert [s.params for s in full.spans] == [(0, 1), (2,)]
     assert [c.numel for c in full.chunks] == [6 * 1024, 6 * 1024, 5 * 1024, 1024]
     assert full.chunks_of(0) == (0, 1, 2)
     assert full.chunks_of(1) == (2,)
 
 
-def test_frozen_and_other_dtypes_have_chunks_of_their_own():
+def test_frozen_parameters_and_other_dtypes_have_separate_chunks():
     specs = [
         ParameterSpec("a", 3000, Format("bf16", False)),
         ParameterSpec("a.lora", 50, Format("bf16", True)),
@@ -96,7 +96,7 @@ def spans_by_name(specs, chunk_numel):
     return [[specs[param].name for param in span.params] for span in layout(specs, chunk_numel=chunk_numel, world=1).spans]
 
 
-def test_small_parameters_lie_with_the_large_one_that_their_names_are_next_to():
+def test_small_parameters_lie_with_the_large_one_nearest_by_name():
     specs = named(
         token_weight=9 * 1024, position_weight=900, h_0_norm_weight=10, h_0_norm_bias=10, h_0_qkv_weight=9 * 1024, h_0_qkv_bias=30,
         h_0_ln_weight=10, h_0_mlp_weight=9 * 1024, h_0_mlp_bias=10, h_1_norm_weight=10, h_1_qkv_weight=9 * 1024, norm_weight=10,
@@ -104,14 +104,14 @@ def test_small_parameters_lie_with_the_large_one_that_their_names_are_next_to():
     )  # fmt: skip
     assert spans_by_name(specs, 8192) == [
         ["token.weight", "position.weight"],
-        ["h.0.norm.weight", "h.0.norm.bias", "h.0.qkv.weight", "h.0.qkv.bias", "h.0.ln.weight"],  # as near to the one as to the other
+        ["h.0.norm.weight", "h.0.norm.bias", "h.0.qkv.weight", "h.0.qkv.bias", "h.0.ln.weight"],  # h.0.ln is equally near to qkv and mlp
         ["h.0.mlp.weight", "h.0.mlp.bias"],
         ["h.1.norm.weight", "h.1.qkv.weight", "norm.weight"],
         ["head.weight", "head.bias"],
     ]
 
 
-def test_what_leads_a_parameter_that_shares_a_chunk_goes_where_that_goes():
+def test_small_parameters_follow_the_next_one_into_a_shared_chunk():
     specs = named(h_0_mlp_weight=6000, h_1_norm_weight=10, h_1_qkv_weight=3000, h_1_mlp_weight=4000, h_2_norm_weight=10, h_2_qkv_weight=2000)
     assert spans_by_name(specs, 8192) == [
         ["h.0.mlp.weight"],
@@ -120,12 +120,12 @@ def test_what_leads_a_parameter_that_shares_a_chunk_goes_where_that_goes():
     ]
 
 
-def test_nothing_leads_what_fits_into_a_chunk_only_by_itself():
+def test_a_parameter_that_fills_a_chunk_has_no_small_ones_before_it():
     specs = named(token_weight=9 * 1024, h_0_ln_weight=64, h_0_qkv_weight=8192, h_0_mlp_weight=8192)
     assert spans_by_name(specs, 8192) == [["token.weight", "h.0.ln.weight"], ["h.0.qkv.weight"], ["h.0.mlp.weight"]]
 
 
-def test_no_more_lead_than_make_a_tail():
+def test_small_parameters_before_a_large_one_are_at_most_a_tail():
     specs = named(token_weight=9 * 1024, **{f"h_0_scale{i}": 400 for i in range(5)}, h_0_qkv_weight=9 * 1024)
     assert spans_by_name(specs, 8192) == [
         ["token.weight", "h.0.scale0", "h.0.scale1", "h.0.scale2"],
@@ -133,7 +133,7 @@ def test_no_more_lead_than_make_a_tail():
     ]
 
 
-def test_leads_are_cut_into_equal_chunks_with_what_they_lead():
+def test_small_parameters_and_their_large_one_make_equal_chunks():
     specs = named(h_0_norm_weight=1000, h_0_qkv_weight=16 * 1024, h_0_qkv_bias=900, h_0_ln_weight=3000)
     got = layout(specs, chunk_numel=8192, world=1)
     assert [span.params for span in got.spans] == [(0, 1, 2), (3,)]
@@ -163,7 +163,7 @@ def test_reprs_are_short():
 
 
 @pytest.mark.parametrize("chunk_numel", [0, -1024, 1000, 1024, 3 * 1024])
-def test_a_chunk_size_that_cannot_be_sliced_is_refused(chunk_numel):
+def test_a_chunk_size_that_ranks_cannot_divide_is_refused(chunk_numel):
     with pytest.raises(ValueError, match="multiple of 2048"):
         layout(specs_of(10), chunk_numel=chunk_numel, world=2)
 
@@ -182,11 +182,11 @@ def test_no_parameters_make_no_chunks():
     "chunk_mib, world, expected",
     [(1, 1, 2**19), (1, 3, 2**19 // 3072 * 3072), (0.0001, 4, 4096), (None, 1, 2**22), (0.5, 2, 2**18)],
 )
-def test_default_chunk_numel_is_sliceable(chunk_mib, world, expected):
+def test_default_chunk_numel_is_divisible_by_ranks(chunk_mib, world, expected):
     assert default_chunk_numel(chunk_mib, world) == expected
 
 
-# The bars
+# Limits of padding
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -204,7 +204,7 @@ def test_records_waste_at_most_a_hundredth(hidden):
     assert 12 * got.num_parameters <= stored <= 1.01 * 12 * got.num_parameters
 
 
-# Properties, against brute force
+# Random layouts, checked by brute force
 
 
 def random_specs(rng, chunk_numel):
@@ -221,7 +221,7 @@ def random_specs(rng, chunk_numel):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_random_layouts_keep_every_promise(seed):
+def test_random_layouts_keep_all_invariants(seed):
     rng = random.Random(seed)
     world = rng.choice([1, 2, 3, 4, 8])
     unit = world * BLOCK_NUMEL
@@ -229,7 +229,7 @@ def test_random_layouts_keep_every_promise(seed):
     specs = random_specs(rng, chunk_numel)
     got = layout(specs, chunk_numel=chunk_numel, world=world)
 
-    # Chunks tile spans, in order, each class by itself.
+    # Chunks tile spans in order, separately for each format.
     assert [i for span in got.spans for i in span.chunks] == list(range(len(got.chunks)))
     for span in got.spans:
         offset = 0
@@ -248,7 +248,7 @@ def test_random_layouts_keep_every_promise(seed):
         assert list(span.params) == sorted(span.params)
     assert [span.params[0] for span in got.spans] == sorted(span.params[0] for span in got.spans)
 
-    # Every element of every parameter lies at its home, once, whether seen by chunk or by shard.
+    # Every element lies once at its home, counted by chunks and by shards.
     by_shard = Counter()
     for chunk in got.chunks:
         assert chunk.used == max(piece.start + piece.numel for piece in chunk.pieces)
@@ -280,7 +280,7 @@ def test_random_layouts_keep_every_promise(seed):
         if spec.numel <= chunk_numel and len(got.spans[got.homes[param].span].chunks) == 1:
             assert len(parts) == 1
 
-    # Alignment, and no block of a norm is cut by a shard.
+    # Offsets are aligned, and no shard border cuts a block of the norm.
     for param, spec in enumerate(specs):
         offset = got.homes[param].offset
         assert offset * spec.format.itemsize % 128 == 0
@@ -297,7 +297,7 @@ def test_random_layouts_keep_every_promise(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_elements_are_covered_exactly_once_by_brute_force(seed):
+def test_each_element_is_covered_exactly_once(seed):
     rng = random.Random(1000 + seed)
     world = rng.choice([1, 2, 4])
     specs = random_specs(rng, 2048 * world)
@@ -349,7 +349,7 @@ def test_a_trainable_fp32_record_has_no_residual():
 
 
 @pytest.mark.parametrize("format", trainable_names())
-def test_a_frozen_record_is_its_weight(format):
+def test_a_frozen_record_has_only_the_weight(format):
     record = record_layout(4096, Format(format, False))
     assert len(record.segments) == 1
     assert record.nbytes == record.weight_nbytes == 4096 * DTYPE_NBYTES[format]
@@ -374,6 +374,6 @@ def test_an_empty_shard_has_an_empty_record(format):
         ("fp32", (), "fp32", 4),
     ],
 )
-def test_bytes_a_parameter(format, moments, moments_dtype, nbytes):
+def test_bytes_per_parameter_of_a_record(format, moments, moments_dtype, nbytes):
     assert record_layout(2**20, Format(format, True, moments, moments_dtype)).nbytes == nbytes * 2**20
     assert record_layout(2**20, Format(format, False, moments, moments_dtype)).nbytes == DTYPE_NBYTES[format] * 2**20

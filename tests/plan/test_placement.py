@@ -1,4 +1,4 @@
-"""Placement: what goes where under which budget, the least that works, and that the engine then holds just that."""
+"""Placement: homes under given budgets, the least sufficient budgets, and the bytes that an engine then holds."""
 
 import itertools
 import re
@@ -44,13 +44,13 @@ def placed(*, num=NUM, world=1, dtype="bf16", frozen=(), accumulates=False, **ch
 
 
 def needed(error) -> int:
-    """The number of bytes that a message asks for."""
+    """The number of bytes in an error message."""
     return int(re.search(r"needs (\d+) bytes", str(error.value))[1])
 
 
 @pytest.fixture
 def few_slots(monkeypatch):
-    """Fewer than there are chunks, as where a model is large."""
+    """Fewer slots than chunks, as with a large model."""
     for name in ("WEIGHT_SLOTS", "STATE_SLOTS", "GRADIENT_SLOTS"):
         monkeypatch.setattr(host_memory, name, 2)
 
@@ -58,13 +58,13 @@ def few_slots(monkeypatch):
 # ---- the order of residency ----
 
 
-def test_what_fits_on_the_device_lives_there_and_needs_no_host_memory():
+def test_records_that_fit_on_the_device_need_no_host_memory():
     found = placed()
     assert found.homes[WEIGHTS] == found.homes[STATES] == (DEVICE,) * NUM
     assert (found.pinned, found.host_nbytes, found.nvme_nbytes) == (True, 0, 0)
 
 
-def test_on_a_small_device_all_goes_to_an_ample_host():
+def test_with_a_small_device_all_records_go_to_ample_host_memory():
     found = placed(device_budget=100 << 10)
     assert found.homes[WEIGHTS] == found.homes[STATES] == (HOST,) * NUM
     assert found.nvme_nbytes == 0
@@ -74,8 +74,8 @@ def slots_nbytes(found):
     return found.slots[WEIGHTS] * WEIGHT + found.slots[STATES] * STATE + found.slots[GRADIENTS] * GRADIENT
 
 
-def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first(few_slots):
-    """The last two of a kind take the place of the two slots, which nobody shares any more."""
+def test_spare_host_memory_keeps_weights_first_and_last_chunks_first(few_slots):
+    """The last two chunks of a kind use the memory of the two slots, which no other chunk shares then."""
     full = slots_nbytes(placed(device_budget=100 << 10, keep=False))
     homes = []
     for spare in (0, WEIGHT, 3 * WEIGHT, 6 * WEIGHT, 6 * WEIGHT + STATE, 6 * WEIGHT + 3 * STATE, 6 * WEIGHT + 6 * STATE - 1, 6 * WEIGHT + 6 * STATE):
@@ -90,7 +90,7 @@ def test_host_memory_left_over_keeps_weights_before_states_and_last_chunks_first
 @pytest.mark.few(1)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("num", [3, NUM, 20, 100])
-def test_host_memory_that_could_hold_more_is_not_left_over(num, deferred):
+def test_no_usable_host_memory_is_left_over(num, deferred):
     for host in range(2 * (WEIGHT + STATE + GRADIENT), num * (WEIGHT + STATE + GRADIENT) + 100_000, 10_000):
         found = placed(num=num, device_budget=100 << 10, host_budget=host, deferred=deferred)
         left = host - found.host_nbytes
@@ -118,12 +118,12 @@ def test_residency_none_keeps_nothing():
         ("host", "nvme", (HOST, NVME, False)),
         ("nvme", "host", (NVME, HOST, False)),
         ("host", "host", (HOST, HOST, False)),
-        ("device", "nvme", (NVME, NVME, True)),  # the record keeps its weights beside the states
+        ("device", "nvme", (NVME, NVME, True)),  # the record stores weights beside the states
         ("device", "host", (HOST, HOST, True)),
         ("device", "device", (DEVICE, DEVICE, True)),
     ],
 )
-def test_what_is_asked_for_is_done(weights, states, expected):
+def test_requested_tiers_are_used(weights, states, expected):
     found = placed(weights=weights, states=states)
     assert (found.homes[WEIGHTS][0], found.homes[STATES][0], found.pinned) == expected
     assert len({*found.homes[WEIGHTS]}) == len({*found.homes[STATES]}) == 1
@@ -141,7 +141,7 @@ def test_each_of_two_ranks_holds_half():
     assert slots_nbytes(one) == one.host_nbytes == 2 * two.host_nbytes
 
 
-# ---- the least that works ----
+# ---- the least budgets ----
 
 
 def test_the_least_host_memory_is_the_fewest_slots():
@@ -154,10 +154,10 @@ def test_the_least_host_memory_is_the_fewest_slots():
         placed(host_budget=least - 1, **small)
 
 
-def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
+def test_waiting_gradients_stay_in_host_memory_if_they_fit():
     fewest = MIN_WEIGHT_SLOTS * WEIGHT + MIN_STATE_SLOTS * STATE + MIN_GRADIENT_SLOTS * GRADIENT
     options = {"device_budget": 100 << 10, "deferred": True, "keep": False}
-    for accumulates, gradient in ((False, GRADIENT), (True, 2 * GRADIENT)):  # as they are, and accumulated in fp32
+    for accumulates, gradient in ((False, GRADIENT), (True, 2 * GRADIENT)):  # gradients in bf16, or accumulated in fp32
         least = fewest + 2 * (gradient - GRADIENT)
         found = placed(host_budget=least + NUM * gradient, accumulates=accumulates, **options)
         assert found.homes[GRADIENTS] == (HOST,) * NUM and not found.slots[GRADIENTS]
@@ -168,10 +168,10 @@ def test_gradients_that_wait_for_the_step_stay_in_host_memory_where_they_fit():
             placed(host_budget=least - 1, accumulates=accumulates, **options)
 
 
-def test_a_quarter_of_the_updates_in_backward_that_move_their_records_may_wait_with_a_gradient_in_a_slot():
+def test_gradient_slots_hold_a_quarter_of_the_moving_updates():
     slots = dict(num=64, weights="nvme", states="nvme", keep=False)
     assert placed(**slots).slots[GRADIENTS] == 16
-    assert placed(**slots, deferred=True).slots[GRADIENTS] == 0  # all have places of their own
+    assert placed(**slots, deferred=True).slots[GRADIENTS] == 0  # each gradient has a home in host memory
     assert placed(**slots, frozen=range(32)).slots[GRADIENTS] == 8
     assert placed(**slots, frozen=range(64)).slots[GRADIENTS] == 0
     half = placed(num=64, device_budget=16 * WEIGHT, host_budget=64 * (WEIGHT + STATE // 2) + 64 * WEIGHT + 12 * STATE)
@@ -186,7 +186,7 @@ def test_the_least_device_memory_is_the_largest_op_and_its_gradient():
         placed(device_budget=least - 1)
 
 
-def test_auto_leaves_the_device_where_gradients_would_not_fit():
+def test_auto_leaves_the_device_if_gradients_do_not_fit():
     whole = NUM * (WEIGHT + STATE + GRADIENT) + WEIGHT
     assert placed(device_budget=whole).homes[STATES] == (DEVICE,) * NUM
     assert placed(device_budget=whole - 1).homes[STATES] == (HOST,) * NUM
@@ -219,8 +219,8 @@ def test_every_budget_from_the_least_on_is_kept(weights, states, deferred):
 
 
 @pytest.mark.parametrize("states", ["auto", "device"])
-def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
-    """The second rank's shards hold less: what it could just hold, the first could not."""
+def test_all_ranks_put_the_same_records_on_the_device(states):
+    """The second rank has smaller shards, and could hold records that the first rank cannot hold."""
     specs = [ParameterSpec(f"p{i}", 5000, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=8192, world=2)
     options = {"weights": "auto", "states": states, "keep": True, "deferred": False}
@@ -238,7 +238,7 @@ def test_what_is_on_the_device_is_decided_alike_on_all_ranks(states):
             found[-1] = (found[-1], share_device(whole, records, [HOST] * NUM, room_nbytes=budget)[0])
         assert found[0] == found[1], budget
         outcomes.add(str(found[0][0])[:5])
-    assert len(outcomes) == 2  # both kinds were seen
+    assert len(outcomes) == 2  # both outcomes occurred
 
 
 def crowded(nvme_budget, *, device_budget, host_budget=400 << 10, **changes):
@@ -246,7 +246,7 @@ def crowded(nvme_budget, *, device_budget, host_budget=400 << 10, **changes):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypatch):
+def test_records_without_room_on_host_or_nvme_live_on_the_device(deferred, monkeypatch):
     monkeypatch.setattr(planner, "UNDER_WAY_NBYTES", 0)
     ample = crowded(None, device_budget=400 << 10, deferred=deferred)
     assert DEVICE not in ample.homes[STATES] and ample.nvme_nbytes > STATE
@@ -266,23 +266,23 @@ def test_what_neither_host_nor_nvme_holds_lives_on_the_device(deferred, monkeypa
     assert counts == sorted(counts) and counts[0] == 0 < counts[-1] < NUM
 
 
-def test_as_many_as_have_room_live_on_the_device(few_slots):
+def test_as_many_records_as_fit_live_on_the_device(few_slots):
     least = 3 * WEIGHT
     for count in range(4):
         found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
         assert found.homes[STATES].count(DEVICE) == count
-        assert found.nvme_nbytes > 0  # the swap refuses it, and names the bytes that are missing
+        assert found.nvme_nbytes > 0  # the swap refuses this and names the missing bytes
 
 
 @pytest.mark.parametrize("changes", [{"weights": "nvme"}, {"states": "nvme"}, {"states": "host"}, {"weights": "host"}, {"keep": False}], ids=str)
-def test_nothing_is_crowded_out_of_a_place_that_was_asked_for(changes):
+def test_lack_of_room_never_overrides_a_requested_tier(changes):
     found = crowded(0, device_budget=400 << 10, host_budget=1 << 20, **changes)
     assert DEVICE not in found.homes[STATES] + found.homes[WEIGHTS]
 
 
 @pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
-def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(world, numel):
-    """Smaller shards may need more: then slots take what else would be homes in host memory."""
+def test_all_ranks_crowd_out_the_same_and_enough_records(world, numel):
+    """A rank with smaller shards may need more: slots then take host memory that would otherwise be homes."""
     specs = [ParameterSpec(f"p{i}", numel, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=world * BLOCK_NUMEL, world=world)
     options = {"weights": "auto", "states": "auto", "keep": True, "deferred": False}
@@ -297,7 +297,7 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 
         found, agreed = [placed_on(rank) for rank in range(world)], 0
         differ |= len({placement.num_crowded_out for placement in found}) > 1
-        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # as sizing.arrange
+        while (number := max(placement.num_crowded_out for placement in found)) > agreed:  # like sizing.arrange
             agreed = number
             found = [placed_on(rank, least_crowded_out=agreed) for rank in range(world)]
         for placement in found:
@@ -312,8 +312,8 @@ def test_what_is_crowded_out_is_the_same_on_all_ranks_and_suffices_for_each(worl
 THREE_VISIT = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)  # device bytes
 
 
-def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(few_slots):
-    """Three spans' records fit there beside all weights; the five others come first, weights before states."""
+def test_visiting_records_get_the_host_memory_that_others_leave(few_slots):
+    """Records of three spans fit on the device beside all weights. The other five get host memory first, weights before states."""
     seen = set()
     for host in range(150 << 10, 600 << 10, 4096):
         found = placed(device_budget=THREE_VISIT, host_budget=host)
@@ -330,19 +330,19 @@ def test_records_that_visit_the_device_get_what_others_leave_of_host_memory(few_
 @pytest.mark.parametrize(
     "host_kib, num_visit, weights, states, gradients",
     [
-        (150, 2, "nnnnnhhh", "nnnnnnnn", "nnhnnnnn"),  # those that find no place stay, so fewer records visit
-        (158, 3, "nnnnnnnn", "nnnnnnnn", "nnnhhhhh"),  # here there is just one for each that has no place on the device
+        (150, 2, "nnnnnhhh", "nnnnnnnn", "nnhnnnnn"),  # gradients without a place stay on the device, so fewer records visit
+        (158, 3, "nnnnnnnn", "nnnnnnnn", "nnnhhhhh"),  # one place for each gradient without room on the device
         (198, 3, "nnnhhhhh", "nnnnnnnn", "nnnhhhhh"),
         (278, 3, "nnnhhhhh", "nnnnnnhh", "nnnhhhhh"),
-        (286, 3, "hhhhhhhh", "nnnnnnhh", "nnnhhhhh"),  # visitors: weights, where no other states have room
+        (286, 3, "hhhhhhhh", "nnnnnnhh", "nnnhhhhh"),  # no states of others fit, so weights of visitors do
         (398, 3, "nnnhhhhh", "nnnhhhhh", "nnnhhhhh"),
-        (406, 2, "hhhhhhhh", "hhhhhhhh", "nnnnnnnn"),  # all records, for the price of one visitor
+        (406, 2, "hhhhhhhh", "hhhhhhhh", "nnnnnnnn"),  # all records fit, with one visitor less
         (438, 3, "hhhhhhhh", "hhhhhhhh", "nnnnhhhh"),
-        (446, 3, "hhhhhhhh", "hhhhhhhh", "nnnhhhhh"),  # those of visitors come last
+        (446, 3, "hhhhhhhh", "hhhhhhhh", "nnnhhhhh"),  # gradients of visitors come last
         (454, 3, "hhhhhhhh", "hhhhhhhh", "hhhhhhhh"),
     ],
 )
-def test_gradients_that_wait_come_before_homes_of_visitors_and_these_before_their_gradients(
+def test_host_memory_goes_to_waiting_gradients_before_visitors(
     host_kib, num_visit, weights, states, gradients, few_slots
 ):
     found = placed(device_budget=THREE_VISIT, host_budget=host_kib << 10, deferred=True)
@@ -351,8 +351,8 @@ def test_gradients_that_wait_come_before_homes_of_visitors_and_these_before_thei
     assert found.may_stay == {index for index, home in enumerate(gradients) if home == "n"}
 
 
-def test_visitors_are_those_that_are_expected_where_host_memory_cannot_hold_all_records_anyway(few_slots):
-    """The others' states then lie in the places that the visitors' would have had; where it can, those with which all fits for certain."""
+def test_without_host_room_visitors_follow_the_expected_device_memory(few_slots):
+    """Expected visitors leave their host memory to states of others. If host memory can hold all records, only certain visitors count."""
     whole, one_visits = NUM * (WEIGHT + STATE), THREE_VISIT - 2 * (STATE + GRADIENT)
     options = {"deferred": True, "expected_nbytes": THREE_VISIT}
     for host in range(150 << 10, whole, 4096):
@@ -364,8 +364,8 @@ def test_visitors_are_those_that_are_expected_where_host_memory_cannot_hold_all_
     assert (here.visitors, here.homes) == (there.visitors, there.homes)
 
 
-def test_what_host_memory_has_for_records_counts_where_activations_have_a_part_of_it(few_slots):
-    """Three quarters of these budgets are smaller than all records, whose sum is not larger than the whole."""
+def test_only_the_records_share_of_host_memory_counts(few_slots):
+    """Each budget can hold all records, but three quarters of the budget cannot."""
     whole, one_visits = NUM * (WEIGHT + STATE), THREE_VISIT - 2 * (STATE + GRADIENT)
     for host in (whole, whole * 4 // 3 - 4096):
         here = placed(device_budget=one_visits, host_budget=host, host_share=3 / 4, deferred=True, expected_nbytes=THREE_VISIT)
@@ -373,8 +373,8 @@ def test_what_host_memory_has_for_records_counts_where_activations_have_a_part_o
         assert (here.visitors, here.homes) == (there.visitors, there.homes)
 
 
-def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit(few_slots):
-    """Records that visit the device return where inputs grow: then nothing is read from NVMe if host memory holds them all."""
+def test_gradients_leave_host_memory_to_records_if_all_records_fit(few_slots):
+    """If inputs grow, visiting records return. Then no NVMe reads follow if host memory holds all records."""
     device = 2 * WEIGHT + NUM * WEIGHT + 3 * (STATE + GRADIENT)
     whole, seen = NUM * (WEIGHT + STATE), set()
     for host in range(whole - 4 * STATE, whole + NUM * GRADIENT + 8192, 4096):
@@ -389,7 +389,7 @@ def test_gradients_that_do_not_wait_leave_room_to_records_where_all_of_these_fit
     assert {(True, 5), (False, 0), (False, NUM)} <= seen, seen
 
 
-def test_records_that_live_on_the_device_come_before_those_that_visit_it():
+def test_records_at_home_on_the_device_come_before_visitors():
     specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
     records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
@@ -401,7 +401,7 @@ def test_records_that_live_on_the_device_come_before_those_that_visit_it():
         assert share_device(whole, records, [DEVICE] * 3 + [NVME] * 5, room_nbytes=room, **options) == (every[3:], [])
 
 
-def test_gradients_that_stay_on_the_device_leave_their_room_to_records_that_live_there():
+def test_staying_gradients_get_the_room_that_records_leave():
     specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
     records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
@@ -420,7 +420,7 @@ GB = 10**9
 
 
 def blocks(layers, dim, ffn, kv, vocab):
-    """Elements of the parameters of a Llama."""
+    """Numbers of elements of a Llama's parameters."""
     block = [dim, dim * dim, kv * dim, kv * dim, dim * dim, dim, *(3 * [ffn * dim])]
     return [vocab * dim, *(layers * block), dim, vocab * dim]
 
@@ -429,8 +429,8 @@ LARGE = {3.2: blocks(28, 3072, 8192, 1024, 64_000), 8.03: blocks(32, 4096, 14_33
 
 
 def settled(size, accumulation_steps, device, once_measured, host, nvme):
-    """Budgets in GB, that of the device when it is planned and once activations are known. Billions of parameters that the host updates,
-    gigabytes that a step reads and writes on NVMe then, those of records whose homes are there."""
+    """Place a Llama. Budgets are in GB: `device` when planned, `once_measured` after activations are known. Return billions of parameters that
+    the host updates, GB that a step then moves on NVMe, and GB of records with homes on NVMe."""
     format = Format("bf16", accumulates=accumulation_steps > 1)
     specs = [ParameterSpec(f"p{i}", numel, format) for i, numel in enumerate(LARGE[size])]
     whole = layout(specs, chunk_numel=11 << 20, world=1)
@@ -456,7 +456,7 @@ def settled(size, accumulation_steps, device, once_measured, host, nvme):
 
 
 @pytest.mark.parametrize("device, once_measured", [(75, 75), (60, 60), (40, 60)])
-def test_records_that_host_memory_holds_beside_gradients_as_small_as_weights_are_all_there(device, once_measured):
+def test_all_records_are_in_host_memory_if_they_fit_with_gradients(device, once_measured):
     updated, moved, homes = settled(8.03, 1, device, once_measured, host=107, nvme=68)
     assert updated <= 4.7 and moved == homes == 0
 
@@ -470,11 +470,11 @@ def test_records_that_host_memory_holds_beside_gradients_as_small_as_weights_are
         ((14.8, 8, 135, 135, 107, 68), 7.7, 33, 55),
         ((14.8, 8, 115, 115, 107, 68), 9.1, 80, 61),
         ((3.2, 4, 20, 20, 24, 68), 2.4, 33, 28),
-        ((8.03, 4, 60, 60, 4, 200), 7.0, 166, 97),  # what nothing else holds stays on the device
+        ((8.03, 4, 60, 60, 4, 200), 7.0, 166, 97),  # sums without room in host memory stay on the device
     ],
     ids=str,
 )
-def test_sums_of_gradients_lie_in_host_memory_so_that_more_records_visit_the_device(case, most_updated, most_moved, most_homes):
+def test_gradient_sums_in_host_memory_let_more_records_visit(case, most_updated, most_moved, most_homes):
     updated, moved, homes = settled(*case)
     assert updated <= most_updated and moved <= most_moved and homes <= most_homes, (updated, moved, homes)
 
@@ -484,7 +484,7 @@ def test_sums_of_gradients_lie_in_host_memory_so_that_more_records_visit_the_dev
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("num", [1, 10**6, 10**9, 10**12])
-def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, world):
+def test_candidate_sizes_divide_by_ranks_and_make_few_chunks(num, world):
     found = chunk_numels(num, world=world)
     assert found == sorted(found) and all(numel % (1024 * world) == 0 and numel > 0 for numel in found)
     assert num / found[0] <= 1.01 * chunk_size.MAX_NUM_CHUNKS
@@ -492,7 +492,7 @@ def test_sizes_to_choose_from_divide_over_the_ranks_and_make_few_chunks(num, wor
 
 
 def chosen(directory, num=40, size=300, **config):
-    """(elements of a chunk, chunks) that the engine chooses for a model of equal layers."""
+    """Return (elements per chunk, number of chunks) that the engine chooses for a model of equal layers."""
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(num)))
     config = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "device_memory": "64MiB", "host_memory": "256MiB"} | config
     with infinity.offload(model, infinity.Config(swap_dirs=directory, device="cpu", dtype="bf16", **config)) as engine:
@@ -500,14 +500,14 @@ def chosen(directory, num=40, size=300, **config):
         return engine.layout.chunk_numel, len(engine.layout.chunks)
 
 
-def test_the_choice_follows_the_budgets(tmp_path):
+def test_the_chunk_size_follows_the_budgets(tmp_path):
     ample, _ = chosen(tmp_path)
     tight, _ = chosen(tmp_path, host_memory="8MiB")
     assert tight < ample
     assert chosen(tmp_path, num=4, size=1000)[1] < 40
 
 
-def test_the_choice_prefers_sizes_for_which_nvme_has_room():
+def test_the_chosen_chunk_size_fits_the_room_on_nvme_if_any_does():
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
 
     def on(nvme_budget, **config):
@@ -523,7 +523,7 @@ def test_the_choice_prefers_sizes_for_which_nvme_has_room():
     assert 2 < sum(fits) < len(fits)
 
 
-def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):
+def test_a_budget_below_all_chunk_sizes_is_refused_with_the_least(tmp_path):
     with pytest.raises(BudgetError, match="host_memory=1.0 KiB is too small") as error:
         chosen(tmp_path, host_memory=1024)
     least = needed(error)
@@ -532,7 +532,7 @@ def test_what_no_size_fits_is_refused_with_the_need_of_the_smallest(tmp_path):
         chosen(tmp_path, host_memory=least - 1)
 
 
-# ---- the engine holds what was planned ----
+# ---- the engine holds the planned bytes ----
 
 MODES = [
     {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"},
@@ -552,7 +552,7 @@ MODES = [
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_the_engine_holds_what_was_planned(tmp_path, mode, update, accumulation_steps):
+def test_the_engine_holds_the_planned_bytes(tmp_path, mode, update, accumulation_steps):
     budgets = {"host_memory": "16MiB", "device_memory": "2MiB", **mode}
     config = infinity.Config(swap_dirs=tmp_path, dtype="bf16", device="cpu", chunk_mib=1 / 64, update=update, **budgets)
     with infinity.init(config):

@@ -1,4 +1,4 @@
-"""The plan of a step: literal for small traces; for random ones, what every plan must keep to, checked by playing it."""
+"""Plans of a step: literal plans of small traces, and invariants of random plans, checked by a player."""
 
 import random
 from collections import deque
@@ -21,7 +21,7 @@ from infinity.plan.schedule import (
 
 
 def uses(*spans):
-    """A trace of ops, each of which uses one span or a tuple of them."""
+    """A trace of ops. Each op uses one span or a tuple of spans."""
     return [Use(f"op{i}", s if isinstance(s, tuple) else (s,)) for i, s in enumerate(spans)]
 
 
@@ -52,22 +52,22 @@ def test_stages_run_one_two_and_three_ahead():
     ]
 
 
-def test_reads_run_further_ahead_where_slots_allow():
+def test_reads_run_further_ahead_if_slots_allow():
     assert make(uses(0, 1, 2, 3, 4), read_ahead=5)[:9] == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), Read(2), Read(3), Read(4)],
         Run(0),
     ]
 
 
-def test_reads_run_as_far_ahead_as_all_that_is_read_fits_in_slots():
-    # Slots that spans 0 to 4 take: 1, 2, 3, none (it is in host memory, and counts as one), 2.
+def test_reads_run_ahead_as_far_as_slots_can_hold():
+    # Slots of spans 0 to 4: 1, 2, 3, 0 (already in host memory, counts as 1), 2.
     slots_of = {0: 1, 1: 2, 2: 3, 3: 0, 4: 2}
     for slots_ahead, expected in ((0, 3), (6, 3), (7, 4), (8, 4), (9, 5)):
         actions = make(uses(0, 1, 2, 3, 4), slots_ahead=slots_ahead, slots_of=slots_of)
         assert [a for a in actions[: actions.index(Run(0))] if isinstance(a, Read)] == list(map(Read, range(expected)))
 
 
-def test_what_fits_is_fetched_once_in_forward_and_backward():
+def test_a_model_that_fits_is_fetched_once_per_step():
     assert make(forward_backward(3)) == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), Read(2)],
         *[Run(0), Gather(1), Copy(2)],
@@ -77,7 +77,7 @@ def test_what_fits_is_fetched_once_in_forward_and_backward():
 
 
 def test_the_farthest_next_use_is_evicted_first():
-    # Room for two: the last spans of the forward pass stay for the backward pass, the first are fetched again.
+    # With room for two spans, the last spans of forward stay for backward, and the first ones are fetched again.
     assert make(forward_backward(4), budget=2) == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), Read(2)],
         *[Run(0), Gather(1), Read(3)],
@@ -91,7 +91,7 @@ def test_the_farthest_next_use_is_evicted_first():
     ]
 
 
-def test_room_for_one_fetches_when_the_op_begins():
+def test_with_room_for_one_span_a_fetch_begins_with_its_op():
     assert make(uses(0, 1, 0), budget=1) == [
         *[Read(0), Copy(0), Gather(0), Read(1)],
         Run(0),
@@ -100,7 +100,7 @@ def test_room_for_one_fetches_when_the_op_begins():
     ]
 
 
-def test_without_keeping_nothing_stays_beyond_the_next_three_fetches():
+def test_without_keep_only_the_next_three_fetches_stay():
     assert make(uses(0, 1, 2, 3, 4, 5), keep=False) == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), Read(2)],
         *[Run(0), Gather(1), Copy(2), Read(3)],
@@ -112,7 +112,7 @@ def test_without_keeping_nothing_stays_beyond_the_next_three_fetches():
     ]
 
 
-def test_an_op_that_needs_more_than_the_budget_is_served_nevertheless():
+def test_an_op_larger_than_the_budget_is_still_served():
     assert make(uses((0, 1, 2)), budget=1) == [
         *[Read(0), Copy(0), Gather(0), Read(1), Read(2)],
         *[Run(0), Copy(1), Gather(1), Copy(2), Gather(2)],
@@ -125,9 +125,9 @@ def test_a_span_held_by_an_enclosing_op_is_not_evicted():
     assert [a for a in actions if isinstance(a, Evict)] == [Evict(1), Evict(2)]
 
 
-def test_gradients_are_reduced_once_complete_and_their_span_leaves_with_the_update():
+def test_a_complete_gradient_is_reduced_and_its_span_evicted():
     #  op        0  1  1' 0'
-    #  gradient        1  0     the last one is left to the end of the pass
+    #  gradient        1  0     the last one is reduced at the end of the pass
     actions = make(uses(0, 1, 1, 0), reductions=[(2, 11), (3, 10)], updates=[(2, 11), (3, 10)], span_of={10: 0, 11: 1})
     assert actions == [
         *[Read(0), Copy(0), Gather(0), Read(1), Copy(1), ReadStates(11), ReadStates(10)],
@@ -137,7 +137,7 @@ def test_gradients_are_reduced_once_complete_and_their_span_leaves_with_the_upda
     ]
 
 
-def test_states_are_read_so_many_chunks_before_their_update():
+def test_states_are_read_a_given_number_of_updates_ahead():
     updates = [(3, 2), (4, 1), (5, 0)]
     actions = make(forward_backward(3), updates=updates, span_of={0: 0, 1: 1, 2: 2}, states_ahead=1)
     assert [a for a in actions if isinstance(a, (Run, ReadStates))] == [
@@ -153,7 +153,7 @@ def test_an_updated_span_is_fetched_again_by_its_next_use():
     assert actions[actions.index(Run(3)) :][:4] == [Run(3), Evict(1), Read(1), Copy(1)]
 
 
-def test_spans_of_no_bytes_are_never_evicted():
+def test_spans_of_zero_bytes_are_never_evicted():
     actions = plan(forward_backward(3), nbytes={0: 0, 1: 1, 2: 1}, budget=1, keep=False, updates=[(5, 0)], span_of={0: 0})
     assert Evict(0) not in actions and actions.count(Copy(0)) == 1
 
@@ -162,7 +162,7 @@ def test_spans_of_no_bytes_are_never_evicted():
 
 
 def random_case(seed):
-    """A trace in which enclosing ops hold spans, and the options of plan(). Three of four budgets suffice for every op."""
+    """Return a trace in which enclosing ops hold spans, and options of plan(). Three of four budgets suffice for every op."""
     choose = random.Random(seed)
     num_spans = choose.randint(1, 9)
     trace = []
@@ -189,7 +189,7 @@ def random_case(seed):
 
 
 class Player:
-    """Carries a plan out in its order. Whatever an action waits for must have been issued before it."""
+    """Executes a plan in order. An action must come after all actions that it waits for."""
 
     def __init__(
         self, trace, *, nbytes, budget, read_ahead, slots_ahead, slots_of, keep, reductions, updates, span_of, states_ahead
@@ -235,7 +235,7 @@ class Player:
                 self.resident.add(span)
                 if span not in self.needed:
                     self.unused.add(span)
-                    assert self.used() <= self.budget, "nothing comes ahead of its op for which there is no room"
+                    assert self.used() <= self.budget, "a copy ahead of its op needs room in the budget"
             case Gather(span):
                 assert span in self.resident - self.gathered
                 self.check_ahead(span, 1)
@@ -254,7 +254,7 @@ class Player:
                 assert self.num_states <= sum(p < self.position for p, _ in self.updates) + self.states_ahead
 
     def fetches(self):
-        """(position, span) of the fetches to come, in order: the next uses of spans that are away, or here and unused."""
+        """(position, span) of future fetches, in order: next uses of spans that are away, or present and unused."""
         to_come = {}
         for position in range(self.position + 1, len(self.trace)):
             for span in self.trace[position].spans:
@@ -271,17 +271,17 @@ class Player:
         return max((later for later, _ in self.fetches()[:3]), default=self.position)
 
     def check_ahead(self, span, distance):
-        assert span in self.needed or span in [s for _, s in self.fetches()[:distance]], f"no more than {distance} ahead"
+        assert span in self.needed or span in [s for _, s in self.fetches()[:distance]], f"at most {distance} fetches ahead"
 
     def check_op(self):
         if self.position >= 0:
-            assert self.gathered >= {*self.trace[self.position].spans}, "an op finds its spans whole"
+            assert self.gathered >= {*self.trace[self.position].spans}, "an op needs all its spans gathered"
         most = max(sum(self.nbytes[span] for span in {*use.spans, *use.held}) for use in self.trace)
         assert self.used() <= self.budget or self.budget < most
         if not self.keep:
             idle = self.resident - self.needed - self.unused
             horizon = max(self.horizon, self.third_fetch())
-            assert all(self.table.after(span, self.position) <= horizon for span in idle), "what no stage needs is gone"
+            assert all(self.table.after(span, self.position) <= horizon for span in idle), "a span that no stage needs must be evicted"
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -291,7 +291,7 @@ def test_every_plan_keeps_its_promises(block):
         Player(trace, **options).play(plan(trace, **options))
 
 
-def test_a_plan_is_a_value():
+def test_plans_of_equal_arguments_are_equal():
     trace, options = random_case(5)
     assert plan(trace, **options) == plan(list(trace), **options)
 
@@ -304,7 +304,7 @@ def num_copies(requests, capacity):
 
 
 def fewest_misses(requests, capacity):
-    """By trying every choice of what to evict."""
+    """Misses of the best eviction order, by trying every order."""
     reached = {frozenset(): 0}
     for item in requests:
         following = {}
@@ -342,7 +342,7 @@ def belady_misses(requests, capacity):
     return misses
 
 
-def test_belady_misses_is_the_least_that_any_order_reaches():
+def test_belady_misses_is_the_minimum_of_all_eviction_orders():
     choose = random.Random(0)
     for _ in range(300):
         requests = [choose.randrange(6) for _ in range(choose.randint(0, 12))]
@@ -350,15 +350,15 @@ def test_belady_misses_is_the_least_that_any_order_reaches():
             assert belady_misses(requests, capacity) == fewest_misses(requests, capacity)
 
 
-def test_forward_and_backward_copy_as_rarely_as_possible():
+def test_forward_and_backward_make_the_fewest_possible_copies():
     for count in range(1, 14):
         for capacity in range(1, count + 2):
             requests = [*range(count), *reversed(range(count))]
             assert num_copies(requests, capacity) == belady_misses(requests, capacity)
 
 
-def test_fetching_ahead_costs_at_most_the_two_spans_that_it_holds():
-    # The least is Belady's, who fetches nothing ahead; two spans that wait for their op leave two fewer to choose from.
+def test_prefetch_costs_at_most_two_spans_of_room():
+    # Belady's minimum has no prefetch. Two prefetched spans leave room for two spans fewer.
     choose = random.Random(1)
     for _ in range(300):
         requests = [choose.randrange(8) for _ in range(choose.randint(1, 40))]
@@ -376,13 +376,13 @@ def test_next_use_is_the_first_later_position():
     assert table.after(7, -1) == NEVER
 
 
-def test_next_use_goes_round():
+def test_next_use_is_cyclic():
     table = NextUse(uses(0, 1, 0))
     assert [table.cyclic(1, p, 3) for p in (0, 1, 2)] == [1, 4, 4]
     assert [table.cyclic(0, p, 3) for p in (0, 1, 2)] == [2, 2, 3]
     assert table.cyclic(7, 0, 3) == NEVER
 
 
-def test_plans_of_the_same_trace_are_equal_and_of_another_are_not():
+def test_plans_of_different_traces_differ():
     made = [plan(uses(*order), nbytes={0: 1, 1: 1}, budget=2) for order in ((0, 1, 0), (0, 1, 0), (1, 0, 1))]
     assert made[0] == made[1] != made[2]

@@ -1,4 +1,4 @@
-"""Who is granted a host copy, in which order, and whose makes room."""
+"""Grants of host copies: order of requests, and which copies make room."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ from infinity.plan.slots import HostCache, HostState, Requests, keeps, victims
 
 
 class Pool:
-    """Slots that are but counted."""
+    """Slots that are only counted."""
 
     def __init__(self, count):
         self.count = self.num_free = count
@@ -26,7 +26,7 @@ CHUNKS = [SimpleNamespace(index=index) for index in range(6)]
 
 
 def cache(count):
-    """Of chunks that are used in the order of their numbers."""
+    """A cache with `count` slots, for chunks that are used in order of index."""
     return HostCache(WEIGHTS, Pool(count), lambda chunk: chunk.index)
 
 
@@ -40,42 +40,42 @@ def claimed(made, *indices, state=HostState.CLEAN):
     return made
 
 
-def test_the_clean_copy_used_last_makes_room_for_what_is_used_sooner():
+def test_the_clean_copy_with_the_farthest_use_makes_room():
     made = claimed(cache(2), 1, 3)
     assert made.claim(CHUNKS[4], urgent=False) is None
     assert made.claim(CHUNKS[2], urgent=False).chunk is CHUNKS[2]
     assert set(made.entries) == {1, 2}
 
 
-def test_what_is_urgent_takes_what_is_used_sooner_but_nothing_that_is_read_dirty_or_pinned():
+def test_an_urgent_request_evicts_only_clean_unpinned_copies():
     made = claimed(cache(1), 1)
     assert made.claim(CHUNKS[4], urgent=True) is not None
-    assert made.claim(CHUNKS[0], urgent=True) is None, "it is being read"
+    assert made.claim(CHUNKS[0], urgent=True) is None, "chunk 4 is being read"
     for change in (lambda entry: setattr(entry, "pins", 1), lambda entry: entry.become(HostState.DIRTY)):
         made = claimed(cache(1), 1)
         change(made.find(CHUNKS[1]))
         assert made.claim(CHUNKS[0], urgent=True) is None
 
 
-def test_what_is_resident_takes_no_slot_and_never_leaves():
+def test_a_resident_copy_takes_no_slot_and_never_leaves():
     made = claimed(cache(1), 1)
     made.add_resident(CHUNKS[5], "memory")
     assert made.find(CHUNKS[5]).memory == "memory" and not made.drop(made.find(CHUNKS[5]))
     assert made.farthest(HostState.CLEAN).chunk is CHUNKS[1]
 
 
-def test_a_dirty_copy_is_written_only_where_no_slot_comes_free():
+def test_a_dirty_copy_is_written_only_if_no_slot_will_be_free():
     made = claimed(cache(2), 1, state=HostState.DIRTY)
     assert made.to_write() is None, "a slot is free"
     claimed(made, 2, state=HostState.READING)
-    assert made.to_write() is None, "one is on its way"
+    assert made.to_write() is None, "chunk 2 will soon be clean"
     made.find(CHUNKS[2]).become(HostState.CLEAN)
     assert made.to_write().chunk is CHUNKS[1]
     made.find(CHUNKS[2]).pins = 1
-    assert made.to_write() is None, "somebody will give one back"
+    assert made.to_write() is None, "a pinned copy will free a slot"
 
 
-def test_slots_are_crowded_where_two_thirds_of_them_are_pinned_and_two_at_least():
+def test_slots_are_crowded_if_two_thirds_and_two_or_more_are_pinned():
     for count, most in ((1, 1), (2, 1), (3, 1), (4, 2), (5, 3), (6, 3)):
         made = claimed(cache(count), *range(count))
         for index in range(most):
@@ -87,7 +87,7 @@ def test_slots_are_crowded_where_two_thirds_of_them_are_pinned_and_two_at_least(
             assert made.is_crowded()
 
 
-def test_without_keep_a_copy_that_nobody_needs_gives_its_slot_back():
+def test_without_keep_an_unpinned_copy_releases_its_slot():
     made = claimed(cache(2), 1, 2)
     for index, keep in ((1, True), (2, False)):
         entry = made.find(CHUNKS[index])
@@ -96,14 +96,14 @@ def test_without_keep_a_copy_that_nobody_needs_gives_its_slot_back():
     assert set(made.entries) == {1} and made.slots.num_free == 1
 
 
-def test_gradients_stay_and_weights_that_are_wanted():
+def test_gradients_and_wanted_weights_are_kept():
     assert [keeps(kind, keep=False, weights_wanted=False) for kind in (WEIGHTS, STATES, GRADIENTS)] == [False, False, True]
     assert [keeps(kind, keep=False, weights_wanted=True) for kind in (WEIGHTS, STATES, GRADIENTS)] == [True, False, True]
     assert keeps(STATES, keep=True, weights_wanted=False)
 
 
 def asked(requests, *wishes):
-    """Requests by (chunk, kind), of which those with a third item are so pinned: "pin" or "urgent"."""
+    """Requests for (chunk, kind). A third item pins the request: "pin" or "urgent"."""
     made = []
     for index, kind, *how in wishes:
         made.append(SimpleNamespace(chunk=CHUNKS[index], kind=kind, pin=bool(how), number=None))
@@ -119,7 +119,7 @@ def order(requests, can=lambda request: True):
     return found
 
 
-def test_grants_are_in_the_order_of_asking_but_what_is_waited_for_passes_what_is_read_ahead():
+def test_grants_follow_request_order_but_awaited_requests_go_first():
     requests = Requests()
     asked(requests, (0, WEIGHTS), (1, WEIGHTS, "pin"), (2, STATES), (3, WEIGHTS, "pin"))
     assert order(requests) == [(0, WEIGHTS), (1, WEIGHTS), (2, STATES), (3, WEIGHTS)]
@@ -131,21 +131,21 @@ def test_grants_are_in_the_order_of_asking_but_what_is_waited_for_passes_what_is
     assert order(requests) == [(1, WEIGHTS), (2, STATES), (0, WEIGHTS)]
 
 
-def test_pinned_requests_of_a_kind_wait_for_the_first_of_them_and_other_kinds_do_not():
+def test_a_blocked_pinned_request_blocks_only_its_kind():
     requests = Requests()
     asked(requests, (0, WEIGHTS, "pin"), (1, WEIGHTS, "urgent"), (2, STATES), (3, STATES))
-    assert order(requests, lambda request: request.chunk.index not in (0, 2)) == [], "0 is first of its kind, 2 of what is read ahead"
+    assert order(requests, lambda request: request.chunk.index not in (0, 2)) == [], "chunk 0 is the first pinned request, 2 the first prefetch"
     assert order(requests, lambda request: request.chunk.index != 0) == [(2, STATES), (3, STATES)]
     assert [request.chunk.index for request in requests] == [0, 1]
 
 
-def test_what_was_to_be_read_ahead_is_asked_for_once_when_it_is_needed():
+def test_a_pinned_request_replaces_the_prefetch_of_the_same_copy():
     requests = Requests()
     asked(requests, (0, WEIGHTS), (0, STATES), (0, WEIGHTS, "pin"))
     assert order(requests) == [(0, STATES), (0, WEIGHTS)]
 
 
-def test_spans_that_are_used_later_make_room_and_any_for_what_an_op_needs_now():
+def test_spans_used_later_make_room_and_any_span_for_a_needed_one():
     distance = {0: 5, 1: 9, 2: 3, 3: 9}.get
     assert list(victims(0, [1, 2, 3], distance, needed=False)) == [1, 3]
     assert list(victims(0, [1, 2, 3], distance, needed=True)) == [1, 3, 2]

@@ -247,7 +247,7 @@ def test_one_unmeasured_path_gives_all_paths_equal_shares(paths):
 
 @pytest.mark.parametrize("by_itself", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_slow_path_gets_its_share_of_the_bytes(paths, by_itself):
-    """Injected delays give one path 250 MiB/s and the other 62 MiB/s, both below the rate of the real drive. by_itself: measured."""
+    """Injected delays give the paths 250 and 62 MiB/s, both below the rate of the real drive. by_itself: rates are measured."""
     for path, delay in zip(paths, (0.004, 0.016)):
         with file_of(path) as fd:
             for op in ("read", "write"):

@@ -56,7 +56,7 @@ def fall_asleep(lane) -> None:
 
 
 def sleeps_on(lane) -> bool:
-    """Wait 50 ms. Return whether the lane still has not begun the jobs in the line."""
+    """Wait 50 ms. Return whether the lane has left jobs in the line."""
     time.sleep(0.05)
     return bool(lane._line)
 

@@ -81,7 +81,7 @@ def test_files_are_read_ahead_up_to_the_limit(file, asked, monkeypatch, older_ke
 
 
 def test_pages_read_ahead_are_mapped_without_page_faults(file):
-    """From the first page to the last page of a part. Needs Linux 5.14."""
+    """All pages of a part are mapped, from the first to the last one. Needs Linux 5.14."""
     if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14):
         pytest.skip("needs Linux 5.14 or newer")
     path, tensor = file

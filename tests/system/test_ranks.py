@@ -280,7 +280,7 @@ def reference(*, steps=3, micros=1, max_grad_norm=None, lr=1e-2):
 
 
 def grow(folder, capacity):
-    """Train on a scripted device; the last rank's batch is four times as large from step 3 on. Return states, (plans, promoted) per step, overflows."""
+    """Train on a scripted device; the last rank's batch grows fourfold at step 3. Return states, (plans, promoted) per step, overflows."""
     rank, world = ranks()
     gauge = ScriptedGauge(capacity)
     with (

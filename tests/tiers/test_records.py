@@ -64,10 +64,10 @@ class Bench:
         return self.records.request(self.chunks[index], kind, **options)
 
     def granted(self, request):
-        """The entry of a request that is granted sooner or later, with its bytes there."""
+        """Waits for the grant of a request and for the bytes. Returns the entry."""
         deadline = time.monotonic() + SECONDS
         while not request.done:
-            assert time.monotonic() < deadline, "the request is never granted"
+            assert time.monotonic() < deadline, "the request is not granted"
             time.sleep(1e-4)
         entry = request.wait()
         self.records.settle(entry)

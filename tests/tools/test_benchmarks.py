@@ -66,7 +66,7 @@ def test_a_wrong_byte_prints_one_line_and_leaves_no_files(paths, monkeypatch, ca
     monkeypatch.setattr(probes.SwapTransfers, "move", move)
     assert bench("nc", "--device", "cpu", "--swap-dirs", paths[0], "--output", "report.json") == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("infinity: error:") and "is not what was sent" in error
+    assert error.startswith("infinity: error:") and "differs from the sent bytes" in error
     assert everything_in(*paths) == [] and not os.path.exists("report.json")
 
 
@@ -81,8 +81,8 @@ def test_a_wrong_byte_prints_one_line_and_leaves_no_files(paths, monkeypatch, ca
         (["cg", "--sizes", "1000"], "expected a multiple of 4096"),
         (["cg", "--sizes", "0"], "expected a multiple of 4096"),
         (["cg", "--sizes", "4M"], "expected bytes"),
-        (["nc", "--sizes", "4KiB", "8192PiB"], "--sizes 8192.0 PiB: 5 chunks at a time take 40960.0 PiB of host memory"),
-        (["cg", "--sizes", "192MiB", "--device", "cpu"], "8 chunks at a time take 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
+        (["nc", "--sizes", "4KiB", "8192PiB"], "--sizes 8192.0 PiB: the probe needs 5 chunks, 40960.0 PiB of host memory"),
+        (["cg", "--sizes", "192MiB", "--device", "cpu"], "the probe needs 8 chunks, 1.5 GiB of host memory, of which 1.0 GiB are free; give smaller"),
         (["nc", "--swap-dirs", ""], "swap_dirs=['']: a name is empty"),
         (["cg", "--swap-dirs", "here"], "unrecognized arguments: --swap-dirs"),
     ],
@@ -125,7 +125,7 @@ def test_two_ranks_measure_together_and_the_first_one_reports(tmp_path):
         assert process.returncode == 0, errors
         outputs.append(without_gloo(output))
     assert outputs[1] == ""
-    assert "2 ranks, bytes that each receives" in outputs[0] and "2 ranks, bytes that each gives" in outputs[0]
+    assert "2 ranks, bytes received by each" in outputs[0] and "2 ranks, bytes sent by each" in outputs[0]
     for link in ("gg", "rs", "cg"):
         report = json.loads((tmp_path / link).read_text())
         assert report["world"] == 2 and [result["chunk_nbytes"] for result in report["sizes"]] == [64 << 10, 256 << 10]

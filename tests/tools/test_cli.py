@@ -190,7 +190,7 @@ def test_config_show_converts_from_deepspeed(directory, capsys):
     assert main("config show --from-deepspeed ds.json".split()) == 0
     out, err = capsys.readouterr()
     assert "swap_dirs              /missing/there  ds.json\n" in out and "\nMapped\n" in out  # a path of another machine is printed
-    assert "ds.json: swap_dirs: /missing/there is not here" in err and "mkdir -p /missing/there" in err and err.count("\n") == 1
+    assert "ds.json: swap_dirs: /missing/there does not exist on this machine" in err and "mkdir -p /missing/there" in err and err.count("\n") == 1
     assert main("config show --from-deepspeed ds.json --json".split()) == 0
     assert json.loads(capsys.readouterr().out)["config"]["swap_dirs"] == ["/missing/there"]
     assert main("config show --from-deepspeed ds.json --set swap_dirs=missing".split()) == 2  # a wrong path of this machine
@@ -209,7 +209,7 @@ def test_config_show_converts_from_deepspeed(directory, capsys):
     made = capsys.readouterr()
     there.mkdir()
     assert main("config show --from-deepspeed ds.json".split()) == 0
-    assert (made.out, "") == capsys.readouterr() and "is not here" in made.err
+    assert (made.out, "") == capsys.readouterr() and "does not exist on this machine" in made.err
     assert main("config show --from-deepspeed ds.json --set swap_dirs=. --json".split()) == 0
     (directory / "out.json").write_text(capsys.readouterr().out)
     assert Config.load("out.json") == Config(swap_dirs=directory, param_tier="nvme", dtype="fp32")

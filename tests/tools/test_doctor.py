@@ -85,13 +85,13 @@ def test_a_finding_is_a_line_and_its_remedy():
 
 def test_an_old_kernel_is_named():
     assert system.kernel("6.8.0-45-generic", "x86_64") == ok("kernel", "Linux 6.8.0-45-generic, x86_64")
-    older = "; older than 6.1, so it does not say how direct I/O is to be aligned, and 4096 bytes are taken"
+    older = "; older than 6.1, so it does not report the alignment of direct I/O, and the engine uses 4096 bytes"
     assert system.kernel("5.15.0-1.el9", "aarch64") == ok("kernel", "Linux 5.15.0-1.el9, aarch64" + older)
 
 
 def test_too_few_aio_requests_need_attention():
-    assert system.aio_requests(65536, 1024, 512) == ok("aio-max-nr", "1024 of 65536 requests in use; training here takes 512")
-    detail = "65500 of 65536 requests in use; training here takes 64: queues are made smaller, or refused"
+    assert system.aio_requests(65536, 1024, 512) == ok("aio-max-nr", "1024 of 65536 requests in use; training here needs 512")
+    detail = "65500 of 65536 requests in use; training here needs 64: queues become smaller, or the kernel refuses them"
     assert system.aio_requests(65536, 65500, 64) == attention("aio-max-nr", detail, "sudo sysctl fs.aio-max-nr=1048576")
 
 
@@ -122,11 +122,11 @@ def test_a_low_limit_of_open_files_needs_attention():
 
 
 def test_disabled_huge_pages_need_attention():
-    assert system.huge_pages("always [madvise] never\n") == ok("huge pages", "transparent ones: madvise")
-    assert system.huge_pages("[always] madvise never\n") == ok("huge pages", "transparent ones: always")
+    assert system.huge_pages("always [madvise] never\n") == ok("huge pages", "transparent huge pages: madvise")
+    assert system.huge_pages("[always] madvise never\n") == ok("huge pages", "transparent huge pages: always")
     assert system.huge_pages("always madvise [never]\n") == attention(
         "huge pages",
-        "transparent ones: never; drives are slower from small pages",
+        "transparent huge pages: never; drives are slower with small pages",
         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
     )
     assert system.huge_pages(None).remedy == "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
@@ -138,32 +138,32 @@ def test_the_share_of_huge_pages_counts_mappings_of_the_arena_only():
     assert found == attention(
         "arena pages",
         "9% of 64.0 MiB of the arena on huge pages",
-        "free memory, then: echo 1 | sudo tee /proc/sys/vm/compact_memory; see also the line before",
+        "free memory, then: echo 1 | sudo tee /proc/sys/vm/compact_memory; see also the line `huge pages`",
     )
     assert system.arena_pages(SMAPS, 0x7F0000000000, 128 << 20).detail == "55% of 128.0 MiB of the arena on huge pages"
     assert system.arena_pages("", 0x7F0000000000, 64 << 20).detail == "/proc/self/smaps does not show the arena's memory"
 
 
 def test_memory_is_bounded_by_the_control_group():
-    swap = ok("swap space", "1.0 MiB of 16.0 GiB of the system's own in use")
+    swap = ok("swap space", "1.0 MiB of 16.0 GiB of the operating system's swap space in use")
     free = "100.0 GiB of 125.0 GiB available"
-    assert system.memory(MEMINFO, None) == [ok("memory", f"{free}; no limit of a control group below that"), swap]
-    assert system.memory(MEMINFO, 96 * GIB) == [ok("memory", f"{free}, 96.0 GiB by the control group"), swap]
+    assert system.memory(MEMINFO, None) == [ok("memory", f"{free}; no control group has a lower limit"), swap]
+    assert system.memory(MEMINFO, 96 * GIB) == [ok("memory", f"{free}, of which the control group allows 96.0 GiB"), swap]
     busy = system.memory(MEMINFO.replace("16776192", "1048576"), None)[1]
     assert busy == attention(
         "swap space",
-        "15.0 GiB of 16.0 GiB of the system's own in use: memory is short, or was",
+        "15.0 GiB of 16.0 GiB of the operating system's swap space in use: memory is or was short",
         "end other programs, then: sudo swapoff -a && sudo swapon -a",
     )
     without = "MemTotal: 1024 kB\nMemAvailable: 512 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"
-    assert system.memory(without, None)[1] == ok("swap space", "none of the system's own")
+    assert system.memory(without, None)[1] == ok("swap space", "the operating system has none")
 
 
 def test_too_few_cpus_need_attention():
     assert system.processors(16, 16, None) == ok("CPUs", "16 of 16 CPUs")
     assert system.processors(64, 16, 16.0) == ok("CPUs", "16 of 64 CPUs")
     assert system.processors(64, 64, 3.5) == attention(
-        "CPUs", "64 of 64 CPUs, with time for 3.5 of them (cpu.max): more threads than that wait for each other", "export OMP_NUM_THREADS=3"
+        "CPUs", "64 of 64 CPUs, with time for 3.5 of them (cpu.max): a larger number of threads wait for each other", "export OMP_NUM_THREADS=3"
     )
     detail = "1 of 4 CPUs: transfers, updates and the model share it"
     assert system.processors(4, 1, None) == attention("CPUs", detail, "allow more, such as taskset -c 0-3 (docker: --cpus 4)")
@@ -176,11 +176,11 @@ def test_a_drive_or_gpu_on_another_numa_node_needs_attention():
     assert found == [ok("NUMA", "2 nodes; this process may run on 0 and 1, nvme0n1 on 1, GPU 0 on 1")]
     facts = "2 nodes; this process may run on 0, nvme0n1 on 1"
     remedy = "numactl --cpunodebind=1 --membind=1 infinity ..."
-    assert system.numa(two, {0, 1}, {"nvme0n1": 1}, {}) == [attention("NUMA", f"{facts}: nvme0n1 is not beside it", remedy)]
+    assert system.numa(two, {0, 1}, {"nvme0n1": 1}, {}) == [attention("NUMA", f"{facts}: nvme0n1 is on another node", remedy)]
     facts = "2 nodes; this process may run on 0 and 1, nvme0n1 on 1, GPU 0 on 0"
     remedy = "name a directory on a drive of node 0"
     found = system.numa(two, set(range(8)), {"nvme0n1": 1}, {"GPU 0": 0})
-    assert found == [attention("NUMA", f"{facts}: no GPU is beside nvme0n1", remedy)]
+    assert found == [attention("NUMA", f"{facts}: no GPU is on the node of nvme0n1", remedy)]
     assert system.numa(two, set(range(8)), {"nvme0n1": 1, "md0": -1}, {"GPU 0": 0, "GPU 1": 1})[0].status is doctor.Verdict.OK
 
 
@@ -221,15 +221,15 @@ def test_only_filesystems_of_local_drives_are_ok():
         return volumes.filesystem(mount_of(path, text))
 
     assert found("/ssd0") == ok("filesystem", "xfs on /dev/nvme1n1, mounted at /ssd0")
-    detail = "tmpfs on tmpfs, mounted at /dev/shm: it keeps files in memory"
+    detail = "tmpfs on tmpfs, mounted at /dev/shm: files stay in memory"
     assert found("/dev/shm/x") == attention("filesystem", detail, "name a directory on a local drive")
     remedy = "name a directory on ext4 or xfs on a local drive"
-    detail = "nfs4 on filer:/home, mounted at /home: it is not a local drive's"
+    detail = "nfs4 on filer:/home, mounted at /home: not a local drive"
     assert found("/home/you") == attention("filesystem", detail, remedy)
-    detail = "fuse.sshfs on me@far:/, mounted at /home/me: it is not a local drive's"
+    detail = "fuse.sshfs on me@far:/, mounted at /home/me: not a local drive"
     assert found("/home/me") == attention("filesystem", detail, remedy)
     detail = "overlay on overlay, mounted at /: a layer of a container"
-    remedy = "give the container a directory of the host's drive (docker: -v /ssd0/swap:/swap) and name that"
+    remedy = "give the container a directory on a drive of the host (docker: -v /ssd0/swap:/swap) and name this directory"
     assert found("/work", CONTAINER_MOUNTINFO) == attention("filesystem", detail, remedy)
     with pytest.raises(LookupError, match="has no mount above /work"):
         found("/work", "")
@@ -237,25 +237,25 @@ def test_only_filesystems_of_local_drives_are_ok():
 
 def test_rotating_drives_and_slow_schedulers_need_attention():
     quiet = ok("scheduler", "none on nvme1n1")
-    assert volumes.drive("nvme1n1", "0\n", "[none] mq-deadline kyber bfq\n", 3.0) == [ok("drive", "nvme1n1, not rotating"), quiet]
+    assert volumes.drive("nvme1n1", "0\n", "[none] mq-deadline kyber bfq\n", 3.0) == [ok("drive", "nvme1n1, not rotational"), quiet]
     assert volumes.drive("nvme1n1", "0\n", "none\n", 3.0)[1] == quiet
-    remedy = "name a directory on an SSD; if this is one: echo 0 | sudo tee /sys/block/sda/queue/rotational"
+    remedy = "name a directory on an SSD; if this drive is an SSD: echo 0 | sudo tee /sys/block/sda/queue/rotational"
     assert volumes.drive("sda", "1\n", "mq-deadline kyber [bfq] none\n", 0.2) == [
-        attention("drive", "sda calls itself rotating", remedy),
-        attention("scheduler", "bfq on sda orders requests at the cost of speed", "echo none | sudo tee /sys/block/sda/queue/scheduler"),
+        attention("drive", "sda is reported as rotational", remedy),
+        attention("scheduler", "bfq on sda reorders requests and makes them slower", "echo none | sudo tee /sys/block/sda/queue/scheduler"),
     ]
     virtual = volumes.drive("vda", "1\n", "none [mq-deadline] kyber bfq\n", 1.4)
-    assert virtual[0] == ok("drive", "vda, which calls itself rotating and is faster than such a drive can be")
-    assert volumes.drive("vda", "1\n", "none\n", 0.2)[0] == absent("drive", "vda, a virtual one: the kernel does not know of which kind")
-    assert volumes.drive("mmc", None, None, 0.0) == [absent("drive", "mmc; the kernel does not say of which kind")]
+    assert virtual[0] == ok("drive", "vda, reported as rotational, but too fast for a rotating drive")
+    assert volumes.drive("vda", "1\n", "none\n", 0.2)[0] == absent("drive", "vda, a virtual drive: the kernel does not know the type")
+    assert volumes.drive("mmc", None, None, 0.0) == [absent("drive", "mmc; the kernel does not report the type")]
 
 
 def test_free_space_is_given_in_parameters():
-    detail = "1.1 TiB of 3.5 TiB free: states of 100.0 B parameters at 12 bytes"
+    detail = "1.1 TiB of 3.5 TiB free: room for the states of 100.0 B parameters at 12 bytes"
     assert volumes.space(1200 * 10**9, 3840 * 10**9) == ok("space", detail)
     short = volumes.space(6 * 10**9, 3840 * 10**9)
     assert short == attention(
-        "space", "5.6 GiB of 3.5 TiB free: states of 0.5 B parameters at 12 bytes", "free space there, or name another directory"
+        "space", "5.6 GiB of 3.5 TiB free: room for the states of 0.5 B parameters at 12 bytes", "free space there, or name another directory"
     )
 
 
@@ -264,26 +264,26 @@ def test_missing_direct_io_or_preallocation_needs_attention():
     assert volumes.direct(512, 4096) == ok("O_DIRECT", "works; memory aligned to 512 bytes, offsets to 4096")
     refused = attention("O_DIRECT", "refused (Invalid argument): swap would go through the page cache", remedy)
     assert volumes.direct(0, 0, "Invalid argument") == refused
-    detail = "works; memory aligned to 512 bytes, offsets to 16384: the engine's 4096 are too few"
+    detail = "works; memory aligned to 512 bytes, offsets to 16384: the engine aligns to 4096 bytes only"
     assert volumes.direct(512, 16384) == attention("O_DIRECT", detail, remedy)
     assert volumes.preallocation(0) == ok("fallocate", "works")
-    detail = "refused (Operation not supported): making the swap file writes all of it"
+    detail = "refused (Operation not supported): the engine writes the whole swap file once to create it"
     assert volumes.preallocation(errno.EOPNOTSUPP) == attention("fallocate", detail, remedy)
-    assert volumes.preallocation(errno.ENOSPC).detail == "no 128.0 MiB to try it with"
+    assert volumes.preallocation(errno.ENOSPC).detail == "no space for a trial of 128.0 MiB"
 
 
 def test_io_submit_that_waits_for_the_drive_needs_attention():
-    remedy = "name a directory on ext4 or xfs on a local drive; if this is one, try again when nothing else writes there"
+    remedy = "name a directory on ext4 or xfs on a local drive; if it is on such a drive, repeat the check when no other program writes there"
     fast, slow = [Pass(2.0, 0.04)], [Pass(0.5, 0.96)]
     assert volumes.asynchronous(fast, fast, fast) == [
-        ok("asynchronous", "io_submit took 4% (4% to 4%) of the time reading, 4% (4% to 4%) writing"),
-        ok("first writes", "2.00 GB/s against 2.00 later; io_submit took 4% (4% to 4%) of the time"),
+        ok("asynchronous", "io_submit took 4% (4% to 4%) of the time of reads, 4% (4% to 4%) of writes"),
+        ok("first writes", "2.00 GB/s, second writes 2.00 GB/s; io_submit took 4% (4% to 4%) of the time"),
     ]
     assert volumes.asynchronous(slow, fast, fast)[1] == attention(
-        "first writes", "0.50 GB/s against 2.00 later; io_submit took 96% (96% to 96%) of the time: it waits for the drive", remedy
+        "first writes", "0.50 GB/s, second writes 2.00 GB/s; io_submit took 96% (96% to 96%) of the time: it waits for the drive", remedy
     )
     assert volumes.asynchronous(fast, fast, slow)[0] == attention(
-        "asynchronous", "io_submit took 96% (96% to 96%) of the time reading, 4% (4% to 4%) writing: it waits for the drive", remedy
+        "asynchronous", "io_submit took 96% (96% to 96%) of the time of reads, 4% (4% to 4%) of writes: it waits for the drive", remedy
     )
 
 
@@ -331,10 +331,10 @@ def test_a_card_with_fewer_pcie_lanes_needs_attention():
         Card(1, "0000:d8:00.0", "570.86.15", 4, 5, 8, 16),
     ]
     assert devices.cards_of("") == []
-    assert devices.link(cards[0]) == ok("PCIe 0", "generation 1 now of 5, 16 lanes of 16")
+    assert devices.link(cards[0]) == ok("PCIe 0", "generation 1 of 5 now, 16 of 16 lanes")
     remedy = "put the card into a slot of 16 lanes, or reseat it; sudo lspci -vv -s 0000:d8:00.0"
-    assert devices.link(cards[1]) == attention("PCIe 1", "generation 4 now of 5, 8 lanes of 16: copies are slower", remedy)
-    assert devices.link(cards[2]) == absent("PCIe 2", "nvidia-smi does not say")
+    assert devices.link(cards[1]) == attention("PCIe 1", "generation 4 of 5 now, 8 of 16 lanes: copies are slower", remedy)
+    assert devices.link(cards[2]) == absent("PCIe 2", "nvidia-smi does not report the link")
 
 
 def test_gpus_that_torch_does_not_see_need_attention():
@@ -343,24 +343,24 @@ def test_gpus_that_torch_does_not_see_need_attention():
     assert devices.gpus(seen, card, "12.8", None) == [ok("GPU 0", "NVIDIA H200, 140.0 GiB, compute capability 9.0")]
     assert devices.gpus([], [], None, None) == [absent("GPU", "none; the engine runs on the CPU")]
     (found,) = devices.gpus([], card, None, None)
-    assert found.detail == "nvidia-smi lists 1, PyTorch sees none: it is built without CUDA"
+    assert found.detail == "nvidia-smi lists 1, PyTorch finds none: PyTorch is built without CUDA"
     (found,) = devices.gpus([], card, "12.8", "")
-    assert (found.detail, found.remedy) == ("nvidia-smi lists 1, PyTorch sees none: CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES")
+    assert (found.detail, found.remedy) == ("nvidia-smi lists 1, PyTorch finds none: CUDA_VISIBLE_DEVICES=''", "unset CUDA_VISIBLE_DEVICES")
     (found,) = devices.gpus([], card, "12.8", None)
     assert found.remedy == "install a driver for CUDA 12.8 or newer, or a PyTorch for driver 570.86.15"
 
 
 def test_peers_backends_versions_and_kernels_are_reported():
-    assert devices.peers([[True]]) == absent("peer access", "takes two GPUs or more")
+    assert devices.peers([[True]]) == absent("peer access", "needs two GPUs or more")
     assert devices.peers([[True] * 4] * 4) == ok("peer access", "all 6 pairs of GPUs")
     found = devices.peers([[True, True, False], [True, True, True], [True, True, True]])
     assert found.detail == "1 of 3 pairs of GPUs have none (0-2): gathers go through host memory"
     assert devices.backends(True, False, 0) == ok("distributed", "torch.distributed has gloo")
     assert devices.backends(True, True, 8) == ok("distributed", "torch.distributed has gloo, nccl")
     assert devices.backends(True, False, 2).detail == "torch.distributed has gloo, and nccl is missing"
-    assert devices.backends(False, False, 0).detail == "torch.distributed has none; ranks agree over gloo"
+    assert devices.backends(False, False, 0).detail == "torch.distributed has none; ranks need gloo to agree"
     assert devices.versions({"Python": "3.12.3", "NCCL": None}) == ok("versions", "Python 3.12.3, NCCL -")
-    assert devices.kernels(("scalar", "avx2"), "x86_64") == ok("extensions", "built; updates in host memory run avx2, of scalar, avx2")
+    assert devices.kernels(("scalar", "avx2"), "x86_64") == ok("extensions", "built; updates in host memory use avx2 (available: scalar, avx2)")
     assert devices.kernels(("scalar",), "aarch64").status is doctor.Verdict.OK
     assert devices.kernels(("scalar",), "x86_64").status is doctor.Verdict.ATTENTION
 
@@ -400,7 +400,7 @@ def test_directories_are_compared_and_shared_space_is_reported_once(paths, monke
             space = dict(itertools.islice(checks, 2))["space"]()
     assert one_drive.detail.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
     assert slow.detail.startswith(f"swap directory {paths[1]} is slow: ")
-    assert space == absent("space", f"the free space of {paths[0]}: both lie on one filesystem")
+    assert space == absent("space", f"the same free space as {paths[0]}: both are on one filesystem")
     assert everything_in(*paths) == []
 
 
@@ -438,7 +438,7 @@ def test_default_directories_come_from_settings_swap_or_current_directory(tmp_pa
     assert found.detail.startswith("infinity.toml cannot be used: ") and found.remedy == "edit infinity.toml"
     (tmp_path / "infinity.toml").write_text("[machine]\ndevices = 1\n")
     assert doctor._default_directories() == [Path("infinity-swap")]
-    assert doctor._settings() == absent("settings", "infinity.toml has no table [config]: every setting has its default")
+    assert doctor._settings() == absent("settings", "infinity.toml has no table [config]: all settings have their defaults")
     (tmp_path / "infinity.toml").write_text("[config\n")
     assert doctor._default_directories() == [Path("infinity-swap")] and doctor._settings().remedy == "edit infinity.toml"
     (tmp_path / "infinity.toml").write_text("[config]\nswap_dirs = []\n")
@@ -459,7 +459,7 @@ def test_a_failed_check_does_not_hide_other_checks(capsys):
         "a section",
         "[ok] first          fine",
         "[!]  second         the check failed: ZeroDivisionError: integer division or modulo by zero",
-        "     -> see the error; if it names no cause, report it with this text",
+        "     -> see the error; if the error names no cause, report this text",
         "[ok] third          fine",
         "[-]  fourth         none",
         "[!]  a              the check failed: OSError: [Errno 5] broken",
@@ -493,9 +493,9 @@ def test_the_self_test_has_the_bits_of_a_run_on_the_device(paths, monkeypatch):
     found = {what: check() for what, check in selftest.checks(paths[:2], 60, said.append, steps=3)}
     assert [finding.status.name for finding in found.values()] == ["OK"] * 3, found
     assert found["training"].detail.startswith("3 of 3 steps in ")
-    assert found["checkpoint"].detail.endswith("2 steps from there have the same losses as before")
-    assert found["same bits"].detail == "3 losses and 29 tensors of weights as in a run all on the device"
-    assert said[-1] == "self-test: the same without NVMe"
+    assert found["checkpoint"].detail.endswith("2 steps have the same losses before and after loading")
+    assert found["same bits"].detail == "3 losses and 29 weight tensors equal those of a run without NVMe"
+    assert said[-1] == "self-test: the same run without NVMe"
 
 
 def test_the_self_test_finds_other_bits(tmp_path, monkeypatch):
@@ -505,15 +505,15 @@ def test_the_self_test_finds_other_bits(tmp_path, monkeypatch):
     run.losses, run.weights = [1.0, 2.0], {name: value.clone() for name, value in model.state_dict().items()}
     found = run.compare()
     assert found.status.name == "ATTENTION"
-    assert found.detail == "2 of 2 losses and 17 of 17 tensors differ from a run all on the device"
+    assert found.detail == "2 of 2 losses and 17 of 17 tensors differ from those of a run without NVMe"
 
 
 def test_the_self_test_leaves_out_checks_after_its_time_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(selftest, "SIZES", {"hidden": 32, "layers": 1, "heads": 1, "vocab": 32, "seq": 8})
     found = {what: check() for what, check in selftest.checks([tmp_path], 1e-3, lambda line: None)}
     assert found["training"].detail.startswith("1 of 10 steps in ")
-    assert found["checkpoint"] == absent("checkpoint", "left out: the time was over; see --seconds")
-    assert found["same bits"] == absent("same bits", "left out: the time was over; see --seconds")
+    assert found["checkpoint"] == absent("checkpoint", "skipped: the time limit was reached; see --seconds")
+    assert found["same bits"] == absent("same bits", "skipped: the time limit was reached; see --seconds")
 
 
 @pytest.mark.long

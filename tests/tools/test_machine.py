@@ -155,7 +155,7 @@ def test_an_error_names_the_file(tmp_path):
 def test_a_machine_of_the_package_is_loaded_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Machine.load("h200x8").devices == len(Machine.load(Path("h200x8")).drives) == 8
-    with pytest.raises(ConfigError, match="^machine h200: there is no such file, and the machines that come with infinity are h200x8$"):
+    with pytest.raises(ConfigError, match="^machine h200: there is no such file; the machines that come with infinity are h200x8$"):
         Machine.load("h200")
     (tmp_path / "h200x8").write_text("")  # a file in the working directory has precedence
     with pytest.raises(ConfigError, match=r"^h200x8 has no table \[machine\]"):

@@ -57,8 +57,8 @@ def test_the_table_has_the_fastest_stages_and_the_median_pass_per_layer():
     }
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": True, "rows": [row]}
     assert overlap.text(report).splitlines() == [
-        "passes over 10 layers, all weights from NVMe, 1 rank on cpu, stages lengthened to be equal",
-        "ms a layer; stages alone: fastest of 3, pipelined: median (lowest-highest); every byte of a pass was compared",
+        "passes over 10 layers, all weights from NVMe, 1 rank on cpu, all stages extended to one time",
+        "ms per layer; stages alone: fastest of 3, pipelined: median (lowest-highest); all bytes of a pass were compared",
         "",
         "chunk   ahead  nvme_read    h2d  compute  serial  longest  pipelined                 efficiency",
         "16 MiB      4      20.00  10.00    30.00   60.00    30.00      40.00  (35.00-50.00)        0.62  (0.38-0.81)",
@@ -69,7 +69,7 @@ def test_the_table_has_the_fastest_stages_and_the_median_pass_per_layer():
 def test_efficiencies_below_0_or_above_1_are_called_noise(efficiencies, noisy):
     row = {"chunk_mib": 16.0, "depth": 4, "stages": {"nvme_read": [0.2], "compute": [0.3]}, "pipelined": [0.35], "efficiency": efficiencies}
     report = {"device": "cpu", "world": 1, "layers": 10, "repeats": 3, "balanced": False, "rows": [row]}
-    assert ("efficiencies beyond 0 to 1 are noise" in overlap.text(report)) == noisy == (overlap.hint_of([row]) is not None)
+    assert ("efficiencies outside 0 to 1 are noise" in overlap.text(report)) == noisy == (overlap.hint_of([row]) is not None)
 
 
 def test_a_lengthened_copy_counts_its_new_length_and_a_read_its_own():
@@ -123,8 +123,8 @@ def test_balanced_stages_have_the_given_length_and_compute_follows_copies(make_b
 @pytest.mark.parametrize(
     "balance, message",
     [
-        (True, r"--compute-ms 1e-06 with --balance: (nvme_read|h2d|compute) takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
-        (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms a layer of itself, in chunks of 0.25 MiB; give that"),
+        (True, r"--compute-ms 1e-06 with --balance: (nvme_read|h2d|compute) takes \S+ ms per layer, with chunks of 0.25 MiB; give that"),
+        (False, r"--compute-ms 1e-06: comparing bytes takes \S+ ms per layer, with chunks of 0.25 MiB; give that"),
     ],
 )
 def test_a_compute_time_below_the_real_one_is_refused(make_bench, tmp_path, balance, message):
@@ -138,7 +138,7 @@ def test_layers_beyond_host_memory_are_refused_before_they_are_made(monkeypatch,
     options = ["--device", "cpu", "--chunk-mib", "0.5", "2", "--layers", "4", "--output", "o.json"]
     assert main(["bench", "overlap", *options]) == 2
     assert capsys.readouterr().err == (
-        "infinity: error: --chunk-mib 2: 4 layers, and what they are compared with, take 10.0 MiB of host memory, of which 6.0 MiB are "
+        "infinity: error: --chunk-mib 2: 4 layers and their expected values take 10.0 MiB of host memory, of which 6.0 MiB are "
         "free; lower --layers or --chunk-mib\n"
     )
 
@@ -151,7 +151,7 @@ def test_a_changed_byte_on_the_drive_is_found(make_bench):
         bench.engine.swap.read(extent, content).wait()
         content[70_001] ^= 1
         bench.engine.swap.write(extent, content).wait()
-        with pytest.raises(SwapError, match=r"layer 3 of 5 saw 1 words of 8 bytes that are not those put there"):
+        with pytest.raises(SwapError, match=r"layer 3 of 5 found 1 wrong words of 8 bytes"):
             bench.run()
 
 
@@ -190,8 +190,8 @@ def test_the_plot_is_an_image(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--depth", "4", "1"], "--depth 1: copies run two layers ahead and reads before them; give 2 at least"),
-        (["--layers", "65"], "--layers 65: each stage is measured alone with all layers in host memory; give 64 at most"),
+        (["--depth", "4", "1"], "--depth 1: copies run two layers ahead, and reads run before copies; give 2 at least"),
+        (["--layers", "65"], "--layers 65: the bench measures each stage alone with all layers in host memory; give 64 at most"),
     ],
 )
 def test_impossible_measurements_are_refused_in_one_line(options, message, capsys):

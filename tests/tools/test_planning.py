@@ -194,7 +194,7 @@ def test_the_plot_is_drawn(node, capsys):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "which model?"),
+        ([], "no model is given"),
         (["--params", "7B", "--hidden", "64"], "--params chooses the sizes"),
         (["--params", "many"], "such as 350M, 7B or 1T"),
         (["--params", "1e30"], "below 10000T"),
@@ -202,7 +202,7 @@ def test_the_plot_is_drawn(node, capsys):
         (["--params", "7B", "--machine", "nothing.toml"], "nothing.toml"),
         (["--params", "7B", "--output", "nowhere/plan.json"], "there is no directory"),
         (["--params", "7B", "--set", "host_memry=1GiB"], "did you mean"),
-        (["--model", "nothing.json"], "--model: nothing.json does not exist; name the config.json of a model of transformers, or the folder"),
+        (["--model", "nothing.json"], "--model: nothing.json does not exist; name the config.json of a transformers model, or its folder"),
     ],
 )
 def test_mistakes_print_one_line(node, capsys, arguments, says):
@@ -273,7 +273,7 @@ def test_an_unknown_capacity_is_printed_as_not_known(node, capsys):
     drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, drives=drives).to_table()}))
     status, out, _ = run(capsys, *SMALL, "--machine", str(path), "--output", str(node / "plan.json"))
-    assert status == 0 and "not known" in out
+    assert status == 0 and "unknown" in out
     assert json.loads((node / "plan.json").read_text())["memory"]["nvme"]["there"] is None
 
 

@@ -84,7 +84,7 @@ def test_deferred_updates_are_hidden_behind_the_next_forward():
 
 @pytest.mark.parametrize("accumulates, most", [(False, 1.05), (True, 1.11)])
 def test_updates_that_are_put_off_keep_the_drive_busy_in_forward(accumulates, most, monkeypatch):
-    """The drive needs 7 ms a layer: 8 bytes of weights and 8 of states read, 12 written. Forward is 40 % of compute."""
+    """7 ms a layer: 8 bytes of weights and 8 of states read, 12 written. Forward: 40 % of compute, 1/7 of the bytes if no update is put off."""
     layers, drive = 96, 7 * MS
     options = dict(num=layers, seconds=(0.4 * drive, 0.6 * drive), weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     *_, found = play(**options, accumulates=accumulates)
@@ -95,7 +95,7 @@ def test_updates_that_are_put_off_keep_the_drive_busy_in_forward(accumulates, mo
 
 
 def test_all_on_nvme_is_bound_by_the_drive():
-    # With keep=False a step reads 8 bytes of weights (fewer if their write is not over) and 8 of states, and writes 12. 4 bytes take 1 ms.
+    # Bytes a parameter: a step reads 8 of weights (fewer if their write is not over) and 8 of states, and writes 12. 4 bytes take 1 ms.
     *_, found = play(num=24, weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL)
     num = 24 * NUMEL
     assert found.nbytes["nvme_write"] == pytest.approx(12 * num, rel=0.1)

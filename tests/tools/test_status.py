@@ -269,7 +269,7 @@ def test_a_killed_run_is_dead_before_its_parent_reaps_the_process(place, capsys)
 
 def test_status_without_a_run_is_no_error(capsys):
     assert main(["status"]) == 0
-    assert capsys.readouterr().out == "no run of yours is training on this machine\n"
+    assert capsys.readouterr().out == "you have no active run on this machine\n"
     assert main(["status", "--json"]) == 0 and json.loads(capsys.readouterr().out) == []
 
 
@@ -287,11 +287,11 @@ def test_a_run_is_shown_by_process_and_by_file(place, capsys):
 @pytest.mark.parametrize(
     "text, expected",
     [
-        (None, "there is no such run; `infinity status` lists those that are running"),
-        ("", "is no status file of a run"),
-        ("[]", "is no status file of a run"),
-        ('{"step": 1, "links": []}', "is no status file of a run"),
-        (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, loss="low"))), "is no status file of a run"),
+        (None, "there is no such run; `infinity status` lists active runs"),
+        ("", "is not the status file of a run"),
+        ("[]", "is not the status file of a run"),
+        ('{"step": 1, "links": []}', "is not the status file of a run"),
+        (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, loss="low"))), "is not the status file of a run"),
         (json.dumps(dataclasses.asdict(dataclasses.replace(FULL, born=1))), "has ended"),
     ],
 )

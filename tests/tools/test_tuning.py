@@ -192,11 +192,11 @@ def test_engines_and_plan_read_the_measured_values(paths, tmp_path, small, monke
     assert Machine.from_table(config_files.read(output)["machine"]) == machine
 
     shown = capsys.readouterr().out
-    (tokens,) = [line for line in shown.splitlines() if line.startswith("tokens of a GPT that is all on NVMe: ")]
+    (tokens,) = [line for line in shown.splitlines() if line.startswith("tokens per step of a GPT with all states on NVMe: ")]
     sizes = "--hidden 2048 --layers 8 --heads 16 --vocab 256 --seq 1024 --batch 1 --set param_tier=nvme --set optimizer_state_tier=nvme --set residency=none"
     assert main(["plan", "--machine", str(output), *sizes.split()]) == 0
     (planned,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tokens ")]
-    assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens a step and device" in planned
+    assert tokens.partition(": ")[2] == planned.removeprefix("tokens    ") and "tokens per step and device" in planned
 
     config = Config.load(output, device="cpu", param_tier="nvme", optimizer_state_tier="nvme", residency="none", host_memory="64MiB", chunk_mib=1 / 8)
     assert config.swap_dirs == tuple(paths[:2])
@@ -213,7 +213,7 @@ def test_engines_and_plan_read_the_measured_values(paths, tmp_path, small, monke
                 assert queue.inflight_nbytes == max(2 * drive.block_nbytes, drive.inflight_nbytes // drive.num_queues)
     assert everything_in(*paths) == [drives.CACHE_NAME] * 2
 
-    assert f"{paths[0]}: around its settings" in shown and "all at once" in shown and str(output) in shown
+    assert f"{paths[0]}: settings around the chosen ones" in shown and "all at once" in shown and str(output) in shown
 
 
 def test_other_values_of_the_file_stay(paths, tmp_path, small, capsys):
@@ -291,14 +291,14 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
     monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
     monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
-    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # slows only the second round of reads and writes
+    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # each of three mixes is slow in one round
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0
     shown = capsys.readouterr()
     for name in ("products", "overhead of a chunk", f"{paths[0]}, write"):
         (line,) = [line for line in shown.err.splitlines() if line.startswith(f"infinity: warning: {name}: ")]
-        assert line.endswith("in 2 rounds: does not repeat, and is not written")
-    assert "infinity: warning: run calibrate again when nothing else runs here" in shown.err
+        assert line.endswith("in 2 rounds: the values differ too much and are not written")
+    assert "infinity: warning: run calibrate again when no other program runs on this machine" in shown.err
     written = config_files.read(output)["machine"]
     assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
     assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0
@@ -373,7 +373,7 @@ def test_a_full_disk_is_refused(paths, tmp_path, monkeypatch, capsys):
     real = os.statvfs
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*real(path)[:4], 1000, *real(path)[5:10])))
     assert tune(paths[0], "--output", tmp_path / "f.toml") == 2
-    assert f"{paths[0]}: tuning wants 512.0 MiB free" in capsys.readouterr().err
+    assert f"{paths[0]}: calibrate needs 512.0 MiB of free space" in capsys.readouterr().err
     assert everything_in(*paths) == [] and not (tmp_path / "f.toml").exists()
 
 
@@ -409,7 +409,7 @@ def test_an_interrupt_leaves_existing_files_unchanged(paths, tmp_path):
 @pytest.mark.long
 def test_a_filesystem_in_memory_is_measured_with_a_warning(tmp_path, small, capsys):
     if not os.path.ismount("/dev/shm"):
-        pytest.skip("no tmpfs")
+        pytest.skip("/dev/shm is no tmpfs here")
     folder = f"/dev/shm/infinity-test-{os.getpid()}"
     os.mkdir(folder)
     try:

@@ -1,1 +1,1 @@
-"""The `doctor` command: this machine as a place to train. What looks and what interprets are two things."""
+"""The `doctor` command: checks whether this machine can train. Functions that read the machine and functions that interpret are separate."""

@@ -1,6 +1,7 @@
-"""The devices of this machine and the software that drives them.
+"""The devices of this machine, with their drivers and libraries.
 
-Knows torch's and nvidia-smi's word on them. Must not know models, drives or the engine. As in system.py, what interprets takes facts.
+Knows the reports of torch and nvidia-smi. Must not know models, drives or the engine. As in system.py, functions that interpret take the
+facts as arguments.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _REINSTALL = "pip install --force-reinstall torch, from an index with CUDA (pyto
 
 @dataclass(frozen=True)
 class Card:
-    """What nvidia-smi says of a GPU; generations and widths are 0 where it does not say."""
+    """A GPU as nvidia-smi reports it. Generations and widths that nvidia-smi does not report are 0."""
 
     index: int
-    bus: str  # as /sys spells it: "0000:3b:00.0"
+    bus: str  # as in /sys: "0000:3b:00.0"
     driver: str
     generation: int
     most_generation: int
@@ -37,7 +38,7 @@ class Card:
 
 
 def cards_of(text: str) -> list[Card]:
-    """Of the text that `read_cards` asks for."""
+    """Parse the output of the command in `read_cards`."""
     cards = []
     for line in filter(str.strip, text.splitlines()):
         index, bus, driver, *links = (field.strip() for field in line.split(","))
@@ -47,15 +48,15 @@ def cards_of(text: str) -> list[Card]:
 
 
 def versions(numbers: dict[str, str | None]) -> Finding:
-    """By name, in order; None for what is not there."""
+    """numbers: versions by name, in order; None for a missing component."""
     return ok("versions", ", ".join(f"{name} {number or '-'}" for name, number in numbers.items()))
 
 
 def kernels(isas: Sequence[str], architecture: str) -> Finding:
-    """isas: the variants of the update that this processor has, widest last."""
-    detail = f"built; updates in host memory run {isas[-1]}, of {', '.join(isas)}"
+    """isas: the variants of the update kernel that this processor can run, widest last."""
+    detail = f"built; updates in host memory use {isas[-1]} (available: {', '.join(isas)})"
     if isas[-1] == "scalar" and architecture == "x86_64":
-        remedy = "use a processor with AVX2, or let the hypervisor show it (CPU type: host)"
+        remedy = "use a processor with AVX2, or set the CPU type of the hypervisor to host"
         return attention("extensions", f"{detail}: this processor has no AVX2", remedy)
     return ok("extensions", detail)
 
@@ -67,21 +68,21 @@ def gpus(seen: Sequence[tuple[str, int, tuple[int, int]]], cards: Sequence[Card]
         return [ok(f"GPU {i}", detail) for i, detail in enumerate(details)]
     if not cards:
         return [absent("GPU", "none; the engine runs on the CPU")]
-    detail = f"nvidia-smi lists {len(cards)}, PyTorch sees none"
+    detail = f"nvidia-smi lists {len(cards)}, PyTorch finds none"
     if cuda is None:
-        return [attention("GPU", f"{detail}: it is built without CUDA", _REINSTALL)]
+        return [attention("GPU", f"{detail}: PyTorch is built without CUDA", _REINSTALL)]
     if visible is not None:
         return [attention("GPU", f"{detail}: CUDA_VISIBLE_DEVICES={visible!r}", "unset CUDA_VISIBLE_DEVICES")]
     remedy = f"install a driver for CUDA {cuda} or newer, or a PyTorch for driver {cards[0].driver}"
-    return [attention("GPU", f"{detail}; it is built for CUDA {cuda}", remedy)]
+    return [attention("GPU", f"{detail}; PyTorch is built for CUDA {cuda}", remedy)]
 
 
 def link(card: Card) -> Finding:
-    """PCIe. The generation drops while a GPU is idle, so only the width tells a fault."""
+    """The PCIe link. An idle GPU lowers the generation, so only the width shows a fault."""
     what = f"PCIe {card.index}"
     if not card.width or not card.most_width:
-        return absent(what, "nvidia-smi does not say")
-    detail = f"generation {card.generation} now of {card.most_generation}, {card.width} lanes of {card.most_width}"
+        return absent(what, "nvidia-smi does not report the link")
+    detail = f"generation {card.generation} of {card.most_generation} now, {card.width} of {card.most_width} lanes"
     if card.width >= card.most_width:
         return ok(what, detail)
     remedy = f"put the card into a slot of {card.most_width} lanes, or reseat it; sudo lspci -vv -s {card.bus}"
@@ -93,11 +94,11 @@ def peers(reach: Sequence[Sequence[bool]]) -> Finding:
     pairs = [(i, j) for i in range(len(reach)) for j in range(i + 1, len(reach))]
     apart = [f"{i}-{j}" for i, j in pairs if not (reach[i][j] and reach[j][i])]
     if not pairs:
-        return absent("peer access", "takes two GPUs or more")
+        return absent("peer access", "needs two GPUs or more")
     if not apart:
         return ok("peer access", f"all {len(pairs)} pairs of GPUs")
     detail = f"{len(apart)} of {len(pairs)} pairs of GPUs have none ({', '.join(apart[:8])}): gathers go through host memory"
-    return attention("peer access", detail, "nvidia-smi topo -p2p r says why; often ACS or IOMMU in the firmware's settings")
+    return attention("peer access", detail, "nvidia-smi topo -p2p r shows the reason, often ACS or IOMMU in the firmware settings")
 
 
 def backends(gloo: bool, nccl: bool, num_devices: int) -> Finding:
@@ -105,12 +106,12 @@ def backends(gloo: bool, nccl: bool, num_devices: int) -> Finding:
     if num_devices > 1 and not nccl:
         return attention("distributed", f"torch.distributed has {has}, and nccl is missing", _REINSTALL)
     if not gloo:
-        return attention("distributed", f"torch.distributed has {has}; ranks agree over gloo", "pip install --force-reinstall torch")
+        return attention("distributed", f"torch.distributed has {has}; ranks need gloo to agree", "pip install --force-reinstall torch")
     return ok("distributed", f"torch.distributed has {has}")
 
 
 def read_cards() -> list[Card]:
-    """Of nvidia-smi; none where there is none, or it fails."""
+    """The cards that nvidia-smi lists; an empty list if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         return cards_of(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
@@ -142,7 +143,7 @@ def count() -> int:
 
 
 def cuda_version() -> str | None:
-    """That torch is built for."""
+    """The CUDA version that torch is built for."""
     return torch.version.cuda
 
 

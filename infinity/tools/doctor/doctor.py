@@ -1,7 +1,7 @@
-"""The `doctor` command: looks at this machine as a place to train, and prints a line a check, to be pasted.
+"""The `doctor` command: checks whether this machine can train, and prints one line per check, which a user can paste into a report.
 
-Knows which checks there are and their order. Must not know how any of them is made. One that fails has its error as its line, and
-the others go on.
+Knows the list of checks and their order. Must not know how a check works. If a check fails, the line shows the error, and the next checks
+still run.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from infinity.tools.doctor import devices, selftest, system, volumes
 from infinity.tools.doctor.findings import Finding, Verdict, absent, attention, ok
 from infinity.tools.progress import Progress
 
-ARENA_NBYTES = 64 << 20  # that are tried
-RATES_SECONDS = 3.0  # a directory, at most
+ARENA_NBYTES = 64 << 20  # of the trial region
+RATES_SECONDS = 3.0  # per directory, at most
 
 Check = tuple[str, Callable[[], Finding | list[Finding]]]
 
 
 def doctor(arguments) -> int:
     """The `doctor` command; exit status 1 if anything needs attention."""
-    before = signal.signal(signal.SIGTERM, _leave)  # what is made in directories goes, whoever ends this
+    before = signal.signal(signal.SIGTERM, _leave)  # SIGTERM raises SystemExit, so that scratch folders are removed
     try:
         return _doctor(arguments)
     finally:
@@ -65,7 +65,7 @@ def _doctor(arguments) -> int:
 
 
 class _Report:
-    """Findings by section, printed as they come; on a terminal with what is being checked, until that is found."""
+    """Findings by section, printed as they come. A terminal also shows the name of the running check until the check ends."""
 
     def __init__(self, shown: bool):
         self.shown = shown
@@ -73,7 +73,7 @@ class _Report:
         self._progress = Progress()
 
     def section(self, title: str, checks: Iterator[Check], *, at_once: bool = True) -> None:
-        """at_once: not only after the last one, as is better where progress is shown meanwhile."""
+        """at_once: print each finding at once. Otherwise all are printed after the last check, because the checks show progress."""
         self._print(f"\n{title}" if self.findings else title)
         late = []
         for finding in _findings(title, checks, self._say if at_once else None):
@@ -86,7 +86,7 @@ class _Report:
             self._print(finding)
 
     def close(self) -> int:
-        """The last line; the exit status."""
+        """Print the last line; returns the exit status."""
         self._say("")
         num = sum(finding.status is Verdict.ATTENTION for _, finding in self.findings)
         if not self.shown:
@@ -101,13 +101,13 @@ class _Report:
             print(line, flush=True)
 
     def _say(self, text: str) -> None:
-        """On standard error, in place of what was said before."""
+        """Show the text on standard error, in place of the previous text."""
         if self._progress.live:
             self._progress.show(text, last=True)
 
 
 def _findings(title: str, checks: Iterator[Check], say: Callable[[str], None] | None = None) -> Iterator[Finding]:
-    """Of all checks; an error of one, or of what comes before the next, is a finding. say: told what is checked next."""
+    """The findings of all checks. An error in a check, or between two checks, becomes a finding. say: receives the name of the next check."""
     try:
         with contextlib.closing(checks):
             for what, check in checks:
@@ -124,7 +124,7 @@ def _findings(title: str, checks: Iterator[Check], say: Callable[[str], None] | 
 
 def _failed(what: str, error: Exception) -> Finding:
     detail = " ".join(f"{type(error).__name__}: {error}".split())
-    remedy = REMEDIES.get(getattr(error, "errno", None), "see the error; if it names no cause, report it with this text")
+    remedy = REMEDIES.get(getattr(error, "errno", None), "see the error; if the error names no cause, report this text")
     return attention(what, f"the check failed: {detail}", remedy)
 
 
@@ -175,7 +175,7 @@ def _self_test(folders: dict[Path, Path], seconds: float) -> Iterator[Check]:
 
 def _rates(path: Path, folder: Path, seconds: float) -> Finding:
     if seconds <= 0:
-        return absent("rates", f"{path}: left out: the time was over; see --seconds")
+        return absent("rates", f"{path}: skipped: the time limit was reached; see --seconds")
     return volumes.rates(path, folder, seconds)
 
 
@@ -191,7 +191,7 @@ def _settings() -> Finding:
         return absent("settings", f"no {config_files.DEFAULT_NAME} here; `infinity calibrate DIR` writes one")
     try:
         if "config" not in config_files.read(config_files.DEFAULT_NAME):
-            return absent("settings", f"{config_files.DEFAULT_NAME} has no table [config]: every setting has its default")
+            return absent("settings", f"{config_files.DEFAULT_NAME} has no table [config]: all settings have their defaults")
         Config.load(config_files.DEFAULT_NAME)
     except ConfigError as error:
         problems = "; ".join(str(error).splitlines())
@@ -200,7 +200,7 @@ def _settings() -> Finding:
 
 
 def _default_directories() -> list[Path]:
-    """Where training started here would swap to, whether it exists or not."""
+    """The swap directories of training that starts here. They may be missing."""
     with contextlib.suppress(ConfigError, KeyError, TypeError):
         table = with_new_names(config_files.read(config_files.DEFAULT_NAME)["config"], CONFIG_FIELDS, f"{config_files.DEFAULT_NAME}: ")
         paths = table["swap_dirs"]
@@ -240,7 +240,7 @@ def _locked_memory() -> Finding:
 
 
 def _aio_needed(directories: list[Path]) -> int:
-    """Requests of all queues, of a rank a device."""
+    """Requests in the queues of all ranks, with one rank per device."""
     needed = 0
     for path in directories:
         drive = None

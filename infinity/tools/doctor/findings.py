@@ -1,6 +1,6 @@
-"""What a check of the machine found: one line of a report.
+"""The finding of one check of the machine: one line of a report.
 
-Knows how a finding reads. Must not know what is checked, nor how.
+Knows the format of a finding. Must not know the checks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Verdict(Enum):
-    """OK, needs ATTENTION, or does not apply here (ABSENT); the value is how a line begins."""
+    """OK, needs ATTENTION, or does not apply here (ABSENT). The value begins the line."""
 
     OK = "[ok]"
     ATTENTION = "[!]"
@@ -19,7 +19,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """what: the name of the check. detail: what was found. remedy: a command or a setting; of what needs attention, always."""
+    """`what`: name of the check. detail: the result. remedy: a command or a setting, given if and only if the status is ATTENTION."""
 
     status: Verdict
     what: str

@@ -1,6 +1,6 @@
-"""A small training run that shows whether this machine trains as it should: the bits of a run without NVMe, and a checkpoint.
+"""A small training run that tests this machine: weights must have the bits of a run without NVMe, and a checkpoint must work.
 
-Uses the engine as any program would. Must not know what the machine is like, nor how findings are shown.
+Uses the engine as any program would. Must not know the properties of the machine, or how findings are shown.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from infinity.sizes import format_bytes
 from infinity.tools.doctor.findings import Finding, absent, attention, ok
 
 STEPS = 10
-REPEATED_STEPS = 2  # behind the checkpoint
+REPEATED_STEPS = 2  # after the checkpoint
 SIZES = {"hidden": 256, "layers": 4, "heads": 4, "vocab": 256, "seq": 64}
 BATCH = 4
-# Of one run's device and host memory: less than the states, 38 MiB.
+# Device and host memory of the run: together less than the weights and optimizer states, 38 MiB.
 BUDGETS = {"device_memory": "8MiB", "host_memory": "16MiB"}
-_TRAINING_SHARE = 0.4  # of the time, for all steps of the run with NVMe
-_DIFFERENT = "see dmesg for errors of memory or drive; with none there, report it with this text"
+_TRAINING_SHARE = 0.4  # of the time limit, for all steps of the run with NVMe
+_DIFFERENT = "look for memory or drive errors in dmesg; if there are none, report this text"
 
 
 def checks(
     folders: Sequence[Path], seconds: float, say: Callable[[str], None], steps: int = STEPS
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """In order, by name; they take so many seconds at most, about. folders: empty ones of our own, a drive each."""
+    """The checks in order, by name. They take about `seconds` at most. folders: empty folders of the self-test, one per drive."""
     run = _SelfTest(folders, seconds, say, steps)
     with _same_bits_each_time(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of filesystems without O_DIRECT, which have a finding of their own
+        warnings.simplefilter("ignore", RuntimeWarning)  # about filesystems without O_DIRECT, which have their own finding
         with contextlib.ExitStack() as stack:
             yield "training", lambda: run.train(stack)
             yield "checkpoint", run.checkpoint
@@ -46,7 +46,7 @@ def checks(
 
 
 class _SelfTest:
-    """The model in its engine, from `train` on, and what came of it."""
+    """The model in an engine, from `train` on, and the results of the run."""
 
     def __init__(self, folders, seconds, say, steps):
         self.folders = folders
@@ -60,7 +60,7 @@ class _SelfTest:
         self.weights = None
 
     def train(self, stack: contextlib.ExitStack) -> Finding:
-        """With every state on NVMe. The engine closes with the stack."""
+        """Train with all weights and optimizer states on NVMe. The engine closes with the stack."""
         tiers = {"param_tier": NVME.name, "optimizer_state_tier": NVME.name, "residency": "none"}
         self.model, self.optimizer = self._build(swap_dirs=self.folders, **tiers, **BUDGETS)
         engine = stack.enter_context(infinity.engine_of(self.model))
@@ -82,7 +82,7 @@ class _SelfTest:
         )
 
     def checkpoint(self) -> Finding:
-        """Save, verify, train, go back, train: the losses must be the same."""
+        """Save, verify, train, load the checkpoint, train again: both trainings must have the same losses."""
         if left_out := self._left_out("checkpoint"):
             return left_out
         self.say("self-test: checkpoint")
@@ -93,16 +93,16 @@ class _SelfTest:
         onward = self._steps(self.model, self.optimizer, number, REPEATED_STEPS)
         infinity.load(path, self.model, self.optimizer)
         again = self._steps(self.model, self.optimizer, number, REPEATED_STEPS)
-        detail = f"{format_bytes(nbytes)} saved, read and compared with its checksums, loaded"
+        detail = f"{format_bytes(nbytes)} saved, verified by checksums and loaded"
         if onward == again:
-            return ok("checkpoint", f"{detail}; {REPEATED_STEPS} steps from there have the same losses as before")
-        return attention("checkpoint", f"{detail}; steps from there lose {again} where they lost {onward}", _DIFFERENT)
+            return ok("checkpoint", f"{detail}; {REPEATED_STEPS} steps have the same losses before and after loading")
+        return attention("checkpoint", f"{detail}; the next losses are {again} after loading, and were {onward} before", _DIFFERENT)
 
     def compare(self) -> Finding:
-        """The same run with everything on the device."""
+        """Train the same run with all data on the device, and compare losses and weights."""
         if left_out := self._left_out("same bits"):
             return left_out
-        self.say("self-test: the same without NVMe")
+        self.say("self-test: the same run without NVMe")
         model, optimizer = self._build(param_tier=DEVICE.name, optimizer_state_tier=DEVICE.name)
         with infinity.engine_of(model) as engine:
             losses = self._steps(model, optimizer, 0, len(self.losses))
@@ -111,9 +111,9 @@ class _SelfTest:
         assert not swapped_nbytes
         differ = [name for name, value in weights.items() if not torch.equal(_bits(value), _bits(self.weights[name]))]
         if losses == self.losses and not differ:
-            return ok("same bits", f"{len(losses)} losses and {len(weights)} tensors of weights as in a run all on the device")
+            return ok("same bits", f"{len(losses)} losses and {len(weights)} weight tensors equal those of a run without NVMe")
         wrong = sum(mine != other for mine, other in zip(self.losses, losses))
-        detail = f"{wrong} of {len(losses)} losses and {len(differ)} of {len(weights)} tensors differ from a run all on the device"
+        detail = f"{wrong} of {len(losses)} losses and {len(differ)} of {len(weights)} tensors differ from those of a run without NVMe"
         return attention("same bits", detail, _DIFFERENT)
 
     def _build(self, **places):
@@ -124,7 +124,7 @@ class _SelfTest:
         return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
     def _steps(self, model, optimizer, first, count):
-        """Train steps of these numbers; their losses."""
+        """Train `count` steps from number `first`; returns the losses."""
         losses = []
         for step in range(first, first + count):
             x, y = (rows.to(self.device) for rows in self.batches(step))
@@ -136,13 +136,13 @@ class _SelfTest:
         return losses
 
     def _share(self) -> float:
-        """Of the time, that is over."""
+        """The share of the time limit that has passed."""
         return (time.monotonic() - self.started) / self.seconds
 
     def _left_out(self, what: str) -> Finding | None:
         if self.weights is None:
-            return absent(what, "left out: there was no training before it")
-        return absent(what, "left out: the time was over; see --seconds") if self._share() >= 1 else None
+            return absent(what, "skipped: the training before this check did not end")
+        return absent(what, "skipped: the time limit was reached; see --seconds") if self._share() >= 1 else None
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _same_bits_each_time():
-    """Kernels whose sums have one order: of one thread on the CPU, those that torch calls deterministic on CUDA."""
+    """Kernels with a fixed order of sums: one thread on the CPU, and torch's deterministic kernels on CUDA."""
     num_threads, were = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(1)

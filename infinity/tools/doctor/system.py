@@ -1,7 +1,7 @@
-"""What Linux gives this process, and what it should give: limits, memory, huge pages, processors.
+"""Checks of the resources that Linux gives this process: limits, memory, huge pages, processors.
 
-Knows the texts of /proc and /sys, and what they mean for an offload engine. Must not know directories, devices or models. A function
-that interprets takes the texts or numbers, so that those of any machine can be tried; one that reads is named for its file.
+Knows the texts of /proc and /sys, and their meaning for an offload engine. Must not know directories, devices or models. Functions that
+interpret take texts or numbers, so that tests can pass those of any machine. Functions that read are named after their file.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ LEAST_HUGE_SHARE = 0.9
 def kernel(release: str, architecture: str) -> Finding:
     version = re.match(r"(\d+)\.(\d+)", release)
     says_alignment = version is None or tuple(map(int, version.groups())) >= (6, 1)
-    note = "" if says_alignment else "; older than 6.1, so it does not say how direct I/O is to be aligned, and 4096 bytes are taken"
+    note = "" if says_alignment else "; older than 6.1, so it does not report the alignment of direct I/O, and the engine uses 4096 bytes"
     return ok("kernel", f"Linux {release}, {architecture}{note}")
 
 
 def aio_requests(limit: int, used: int, needed: int) -> Finding:
-    """Numbers of requests: fs.aio-max-nr, fs.aio-nr, and those of all queues of all ranks here."""
-    detail = f"{used} of {limit} requests in use; training here takes {needed}"
+    """limit: fs.aio-max-nr. used: fs.aio-nr. needed: requests in the queues of all ranks of this machine."""
+    detail = f"{used} of {limit} requests in use; training here needs {needed}"
     if limit - used >= needed:
         return ok("aio-max-nr", detail)
     remedy = f"sudo sysctl fs.aio-max-nr={max(1 << 20, 2 * (used + needed))}"
-    return attention("aio-max-nr", f"{detail}: queues are made smaller, or refused", remedy)
+    return attention("aio-max-nr", f"{detail}: queues become smaller, or the kernel refuses them", remedy)
 
 
 def libaio(failure: OSError | None) -> Finding:
-    """failure: of aio_ext.require_libaio()."""
+    """failure: the error of aio_ext.require_libaio(), None without an error."""
     if failure is None:
         return ok("libaio", "found")
     detail, _, remedy = failure.strerror.partition(". ")
@@ -45,7 +45,7 @@ def libaio(failure: OSError | None) -> Finding:
 
 
 def locked_memory(limit: int | None, num_devices: int, failure: str = "") -> Finding:
-    """limit: RLIMIT_MEMLOCK in bytes, None for none. failure: why memory could not be pinned for a device, if it was tried and failed."""
+    """limit: RLIMIT_MEMLOCK in bytes, None for no limit. failure: the reason if pinning memory for a device failed."""
     detail = f"limit {'none' if limit is None else format_bytes(limit)}"
     if not num_devices:
         return absent("memlock", f"{detail}; without a GPU no memory is pinned")
@@ -67,20 +67,20 @@ def open_files(soft: int | None, hard: int | None) -> Finding:
 
 
 def huge_pages(enabled: str | None) -> Finding:
-    """The text of transparent_hugepage/enabled, such as "always [madvise] never"; None where the kernel has none."""
+    """enabled: the text of transparent_hugepage/enabled, such as "always [madvise] never"; None if the kernel lacks the file."""
     folder = "/sys/kernel/mm/transparent_hugepage"
     if enabled is None:
         return attention("huge pages", "this kernel has no transparent huge pages", "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE")
     chosen = re.search(r"\[(\w+)\]", enabled)
     mode = chosen[1] if chosen else enabled.strip()
     if mode in ("always", "madvise"):
-        return ok("huge pages", f"transparent ones: {mode}")
-    detail, remedy = f"transparent ones: {mode}; drives are slower from small pages", f"echo madvise | sudo tee {folder}/enabled"
+        return ok("huge pages", f"transparent huge pages: {mode}")
+    detail, remedy = f"transparent huge pages: {mode}; drives are slower with small pages", f"echo madvise | sudo tee {folder}/enabled"
     return attention("huge pages", detail, remedy)
 
 
 def arena_pages(smaps: str, address: int, nbytes: int) -> Finding:
-    """The share of a region of the arena that huge pages back, by the text of /proc/self/smaps."""
+    """The share of an arena region that lies on huge pages, from the text of /proc/self/smaps."""
     huge, resident = 0, 0
     for begin, end, sizes in _mappings(smaps):
         if begin < address + nbytes and address < end:
@@ -93,35 +93,35 @@ def arena_pages(smaps: str, address: int, nbytes: int) -> Finding:
     detail = f"{share:.0%} of {format_bytes(nbytes)} of the arena on huge pages"
     if share >= LEAST_HUGE_SHARE:
         return ok("arena pages", detail)
-    return attention("arena pages", detail, "free memory, then: echo 1 | sudo tee /proc/sys/vm/compact_memory; see also the line before")
+    return attention("arena pages", detail, "free memory, then: echo 1 | sudo tee /proc/sys/vm/compact_memory; see also the line `huge pages`")
 
 
 def memory(meminfo: str, limit_nbytes: int | None) -> list[Finding]:
-    """By the text of /proc/meminfo and the least limit of this process's control groups."""
+    """From the text of /proc/meminfo and the lowest limit of this process's control groups."""
     sizes = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.M)}
     total, free = sizes["MemTotal"], sizes["MemAvailable"]
     swap, swapped = sizes.get("SwapTotal", 0), sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)
     detail = f"{format_bytes(free)} of {format_bytes(total)} available"
     if limit_nbytes is None or limit_nbytes >= total:
-        findings = [ok("memory", f"{detail}; no limit of a control group below that")]
+        findings = [ok("memory", f"{detail}; no control group has a lower limit")]
     else:
-        findings = [ok("memory", f"{detail}, {format_bytes(limit_nbytes)} by the control group")]
+        findings = [ok("memory", f"{detail}, of which the control group allows {format_bytes(limit_nbytes)}")]
     if not swap:
-        return [*findings, ok("swap space", "none of the system's own")]
-    detail = f"{format_bytes(swapped)} of {format_bytes(swap)} of the system's own in use"
+        return [*findings, ok("swap space", "the operating system has none")]
+    detail = f"{format_bytes(swapped)} of {format_bytes(swap)} of the operating system's swap space in use"
     if swapped <= total // 10:
         return [*findings, ok("swap space", detail)]
     remedy = "end other programs, then: sudo swapoff -a && sudo swapon -a"
-    return [*findings, attention("swap space", f"{detail}: memory is short, or was", remedy)]
+    return [*findings, attention("swap space", f"{detail}: memory is or was short", remedy)]
 
 
 def processors(count: int, allowed: int, quota: float | None) -> Finding:
-    """CPUs there are, CPUs this process may run on, and how many of them the control group gives time for."""
+    """count: CPUs of the machine. allowed: CPUs that this process may use. quota: CPU time of the control group, in CPUs."""
     detail = f"{allowed} of {count} CPUs"
     if quota is not None and quota < allowed:
         threads = max(1, int(quota))
         detail += f", with time for {quota:g} of them (cpu.max)"
-        return attention("CPUs", f"{detail}: more threads than that wait for each other", f"export OMP_NUM_THREADS={threads}")
+        return attention("CPUs", f"{detail}: a larger number of threads wait for each other", f"export OMP_NUM_THREADS={threads}")
     if allowed == 1:
         remedy = "allow more, such as taskset -c 0-3 (docker: --cpus 4)" if count > 1 else "use a machine with more"
         return attention("CPUs", f"{detail}: transfers, updates and the model share it", remedy)
@@ -129,7 +129,7 @@ def processors(count: int, allowed: int, quota: float | None) -> Finding:
 
 
 def numa(nodes: Mapping[int, set[int]], allowed: set[int], drives: Mapping[str, int], devices: Mapping[str, int]) -> list[Finding]:
-    """nodes: their CPUs. allowed: CPUs that this process may run on. drives, devices: the node of each, by name; -1 is unknown."""
+    """nodes: the CPUs of each node. allowed: CPUs that this process may run on. drives, devices: the node of each, by name; -1 is unknown."""
     known = {name: node for name, node in (*drives.items(), *devices.items()) if node in nodes}
     if len(nodes) <= 1:
         return [ok("NUMA", "one node")]
@@ -140,29 +140,29 @@ def numa(nodes: Mapping[int, set[int]], allowed: set[int], drives: Mapping[str, 
     for name, node in known.items():
         if node not in mine:
             remedy = f"numactl --cpunodebind={node} --membind={node} infinity ..."
-            findings.append(attention("NUMA", f"{detail}: {name} is not beside it", remedy))
+            findings.append(attention("NUMA", f"{detail}: {name} is on another node", remedy))
     beside = {devices[name] for name in devices if name in known}
     for name in drives:
         if name in known and beside and known[name] not in beside:
             remedy = f"name a directory on a drive of node {_numbers(beside)}"
-            findings.append(attention("NUMA", f"{detail}: no GPU is beside {name}", remedy))
+            findings.append(attention("NUMA", f"{detail}: no GPU is on the node of {name}", remedy))
     return findings or [ok("NUMA", detail)]
 
 
 def cpu_list(text: str) -> set[int]:
-    """Of "0-3,8"."""
+    """The CPUs of a list such as "0-3,8"."""
     pairs = (part.partition("-") for part in text.strip().split(",") if part)
     return {cpu for low, _, high in pairs for cpu in range(int(low), int(high or low) + 1)}
 
 
 def memory_limit(texts: list[str]) -> int | None:
-    """The least of what memory.max or memory.limit_in_bytes of several groups say, in bytes; None if there is none."""
+    """The lowest limit in the texts of memory.max or memory.limit_in_bytes of several groups, in bytes; None without a limit."""
     limits = [int(text) for text in texts if text.strip().isdigit()]
     return min((limit for limit in limits if limit < UNLIMITED_NBYTES), default=None)
 
 
 def cpu_quota(texts: list[str]) -> float | None:
-    """The least of what cpu.max of several groups says, "200000 100000" (of version 1: quota and period), in CPUs."""
+    """The lowest quota in the texts of cpu.max of several groups, such as "200000 100000" (version 1: quota and period), in CPUs."""
     pairs = (text.split() for text in texts)
     return min((int(quota) / int(period) for quota, period in pairs if quota.isdigit()), default=None)
 
@@ -195,7 +195,7 @@ def read_aio() -> tuple[int, int]:
 
 
 def read_node_of(device: Path) -> int:
-    """The NUMA node of what lies at a path of /sys, said by it or by what it hangs on; -1 for unknown."""
+    """The NUMA node of a device at a path of /sys, from the device or the nearest parent that names one; -1 for unknown."""
     real = Path(os.path.realpath(device))
     texts = (_text(folder / "numa_node") for folder in (real, *real.parents))
     return int(next(filter(None, texts), -1))

@@ -1,14 +1,14 @@
-"""A directory as a place for swap: its filesystem and drive, and whether these do what the engine needs.
+"""Checks of a swap directory: whether the filesystem and the drive can serve the engine.
 
-Knows paths, mounts, block devices, and how to try and time them. Must not know models, devices or swap files. As in system.py, what
-interprets takes texts and numbers.
+Knows paths, mounts, block devices, and how to measure them. Must not know models, devices or swap files. As in system.py, functions that
+interpret take texts and numbers.
 
 # [Note: truly asynchronous]
-# io_submit promises to return at once and may sleep instead, as it does for buffered files and for writes that make a file grow. The
-# share of a transfer's time that is spent in it tells: on one ext4 drive 0.04 reading and 0.02 to 0.25 writing with O_DIRECT, 0.96
-# appending, 0.7 and more through the page cache or on tmpfs. There, first writes to reserved space take 0.04, but up to 0.84 while others
-# keep the filesystem's journal busy, now this and now that: twelve in a row gave 0.02 to 0.83. So all is tried a few times, the median
-counts, and first writes, which each byte of a swap file sees once, are judged by what appending takes, further from what they take.
+# io_submit promises to return at once, but may sleep. It sleeps for buffered files and for writes that extend a file. The check measures
+# the share of a transfer's time in io_submit. One ext4 drive with O_DIRECT had 0.04 for reads, 0.02 to 0.25 for writes, and 0.96 for writes
+# that extend the file. Through the page cache or on tmpfs the share was at least 0.7. First writes to reserved space had 0.04 on the ext4
+# drive, but up to 0.84 while other programs kept the filesystem's journal busy: twelve trials in a row gave 0.02 to 0.83. The check
+# therefore uses the median of some trials. First writes may reach APPENDING_SHARE, because each byte of a swap file has only one first write.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class Pass:
-    """One passage over a file: its rate, and the share of the time that was spent in io_submit."""
+    """One pass over a file: the rate, and the share of the time in io_submit."""
 
     gbps: float
     submit_share: float
@@ -68,43 +68,43 @@ class Pass:
 def filesystem(mount: Mount) -> Finding:
     detail = f"{mount.kind} on {mount.source}, mounted at {mount.point}"
     if mount.kind in MEMORY_FILESYSTEMS:
-        return attention("filesystem", f"{detail}: it keeps files in memory", "name a directory on a local drive")
+        return attention("filesystem", f"{detail}: files stay in memory", "name a directory on a local drive")
     if mount.kind == "overlay":
-        remedy = "give the container a directory of the host's drive (docker: -v /ssd0/swap:/swap) and name that"
+        remedy = "give the container a directory on a drive of the host (docker: -v /ssd0/swap:/swap) and name this directory"
         return attention("filesystem", f"{detail}: a layer of a container", remedy)
     if mount.kind in NETWORK_FILESYSTEMS or mount.kind.startswith("fuse"):
-        return attention("filesystem", f"{detail}: it is not a local drive's", "name a directory on ext4 or xfs on a local drive")
+        return attention("filesystem", f"{detail}: not a local drive", "name a directory on ext4 or xfs on a local drive")
     return ok("filesystem", detail)
 
 
 def drive(name: str, rotational: str | None, scheduler: str | None, gbps: float) -> list[Finding]:
-    """By the texts of queue/rotational and queue/scheduler of a block device, and the highest rate seen, 0 if it was not measured."""
+    """rotational, scheduler: texts in queue/ of a block device. gbps: the highest measured rate, 0 if none was measured."""
     if rotational is None:
-        return [absent("drive", f"{name}; the kernel does not say of which kind")]
+        return [absent("drive", f"{name}; the kernel does not report the type")]
     findings = []
     if rotational.strip() == "0":
-        findings.append(ok("drive", f"{name}, not rotating"))
+        findings.append(ok("drive", f"{name}, not rotational"))
     elif gbps > ROTATING_GBPS:
-        findings.append(ok("drive", f"{name}, which calls itself rotating and is faster than such a drive can be"))
-    elif name.startswith(("vd", "xvd")):  # how fast it is may change from call to call; what it is does not
-        findings.append(absent("drive", f"{name}, a virtual one: the kernel does not know of which kind"))
+        findings.append(ok("drive", f"{name}, reported as rotational, but too fast for a rotating drive"))
+    elif name.startswith(("vd", "xvd")):  # the rate may change from call to call, the type does not
+        findings.append(absent("drive", f"{name}, a virtual drive: the kernel does not know the type"))
     else:
-        remedy = f"name a directory on an SSD; if this is one: echo 0 | sudo tee /sys/block/{name}/queue/rotational"
-        findings.append(attention("drive", f"{name} calls itself rotating", remedy))
+        remedy = f"name a directory on an SSD; if this drive is an SSD: echo 0 | sudo tee /sys/block/{name}/queue/rotational"
+        findings.append(attention("drive", f"{name} is reported as rotational", remedy))
     chosen = re.search(r"\[([\w-]+)\]", scheduler or "")
     mode = chosen[1] if chosen else (scheduler or "none").strip()
     if mode in ("bfq", "cfq"):
         remedy = f"echo none | sudo tee /sys/block/{name}/queue/scheduler"
-        findings.append(attention("scheduler", f"{mode} on {name} orders requests at the cost of speed", remedy))
+        findings.append(attention("scheduler", f"{mode} on {name} reorders requests and makes them slower", remedy))
     else:
         findings.append(ok("scheduler", f"{mode} on {name}"))
     return findings
 
 
 def together(folders: dict[Path, Path]) -> list[Finding]:
-    """Of several directories, with a folder of ours in each: whether they share a drive, and whether one is slow."""
+    """folders: a scratch folder of each directory. Checks whether directories share a drive, and whether one is slow."""
     found = [attention("one drive", remark.text, remark.remedy) for remark in swap_paths.shared_drives(list(folders))]
-    found = found or [ok("one drive", "as far as the kernel tells, each directory lies on a drive of its own")]
+    found = found or [ok("one drive", "each directory is on a separate drive, as far as the kernel reports")]
     with contextlib.ExitStack() as stack:
         probes = {path: stack.enter_context(_probe(folder)) for path, folder in folders.items()}
         buffered = [path for path, probe in probes.items() if probe.direct().status is not Verdict.OK]
@@ -120,20 +120,20 @@ def together(folders: dict[Path, Path]) -> list[Finding]:
 
 def space(free_nbytes: int, total_nbytes: int) -> Finding:
     room = f"{free_nbytes / 12e9:,.1f} B parameters at 12 bytes"
-    detail = f"{format_bytes(free_nbytes)} of {format_bytes(total_nbytes)} free: states of {room}"
+    detail = f"{format_bytes(free_nbytes)} of {format_bytes(total_nbytes)} free: room for the states of {room}"
     if free_nbytes < LEAST_FREE_NBYTES:
         return attention("space", detail, "free space there, or name another directory")
     return ok("space", detail)
 
 
 def direct(memory: int, offset: int, refusal: str = "") -> Finding:
-    """The alignment of direct I/O as of aio_ext.direct_alignment, and why a direct write failed, if it did."""
+    """memory, offset: alignment from aio_ext.direct_alignment, in bytes. refusal: the reason if a direct write failed."""
     remedy = "name a directory on ext4 or xfs on a local drive"
     if refusal or not memory:
         return attention("O_DIRECT", f"refused{f' ({refusal})' if refusal else ''}: swap would go through the page cache", remedy)
     detail = f"works; memory aligned to {memory} bytes, offsets to {offset}"
     if ALIGNMENT % memory or ALIGNMENT % offset:
-        return attention("O_DIRECT", f"{detail}: the engine's {ALIGNMENT} are too few", remedy)
+        return attention("O_DIRECT", f"{detail}: the engine aligns to {ALIGNMENT} bytes only", remedy)
     return ok("O_DIRECT", detail)
 
 
@@ -142,23 +142,23 @@ def preallocation(failure: int) -> Finding:
     if not failure:
         return ok("fallocate", "works")
     if failure in (errno.ENOSPC, errno.EDQUOT):
-        return attention("fallocate", f"no {format_bytes(PROBE_NBYTES)} to try it with", _REMEDIES[failure])
-    detail = f"refused ({os.strerror(failure)}): making the swap file writes all of it"
+        return attention("fallocate", f"no space for a trial of {format_bytes(PROBE_NBYTES)}", _REMEDIES[failure])
+    detail = f"refused ({os.strerror(failure)}): the engine writes the whole swap file once to create it"
     return attention("fallocate", detail, "name a directory on ext4 or xfs on a local drive")
 
 
 def asynchronous(firsts: Sequence[Pass], agains: Sequence[Pass], reads: Sequence[Pass]) -> list[Finding]:
-    """First writes to reserved space, later writes, and reads, of each try; see [Note: truly asynchronous]."""
-    remedy = "name a directory on ext4 or xfs on a local drive; if this is one, try again when nothing else writes there"
+    """firsts: first writes to reserved space. agains: second writes. One pass of each kind per trial; see [Note: truly asynchronous]."""
+    remedy = "name a directory on ext4 or xfs on a local drive; if it is on such a drive, repeat the check when no other program writes there"
     findings = []
     (reading, read_text), (writing, written_text), (beginning, first_text) = map(_shares, (reads, agains, firsts))
-    detail = f"io_submit took {read_text} of the time reading, {written_text} writing"
+    detail = f"io_submit took {read_text} of the time of reads, {written_text} of writes"
     if max(reading, writing) < SYNCHRONOUS_SHARE:
         findings.append(ok("asynchronous", detail))
     else:
         findings.append(attention("asynchronous", f"{detail}: it waits for the drive", remedy))
     first_gbps, again_gbps = (statistics.median(each.gbps for each in passes) for passes in (firsts, agains))
-    detail = f"{first_gbps:.2f} GB/s against {again_gbps:.2f} later; io_submit took {first_text} of the time"
+    detail = f"{first_gbps:.2f} GB/s, second writes {again_gbps:.2f} GB/s; io_submit took {first_text} of the time"
     if beginning < APPENDING_SHARE:
         findings.append(ok("first writes", detail))
     else:
@@ -167,26 +167,26 @@ def asynchronous(firsts: Sequence[Pass], agains: Sequence[Pass], reads: Sequence
 
 
 def _shares(passes: Sequence[Pass]) -> tuple[float, str]:
-    """The median of what io_submit took, and a text with its range."""
+    """The median share of the time in io_submit, and a text with the range."""
     shares = [each.submit_share for each in passes]
     return (median := statistics.median(shares)), f"{median:.0%} ({min(shares):.0%} to {max(shares):.0%})"
 
 
 def refused(path: Path, error: OSError) -> Finding:
-    """A directory in which nothing can be made."""
+    """The finding for a directory in which the process cannot create a folder."""
     remedy = _REMEDIES.get(error.errno, "name another directory").format(path=path)
     return attention("directory", f"{path}: {(error.strerror or str(error)).lower()}", remedy)
 
 
 @contextlib.contextmanager
 def scratch(path: Path) -> Iterator[Path]:
-    """A folder of our own in a directory, gone at the end. Raises OSError."""
+    """A temporary folder in a directory, removed at the end. Raises OSError."""
     with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=path, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def checks(path: Path, folder: Path, others: Sequence[Path] = ()) -> Iterator[tuple[str, Callable[[], Finding | list[Finding]]]]:
-    """Those of a directory, in order, by name. folder: as of `scratch`. others: directories that come before."""
+    """The checks of a directory in order, by name. folder: from `scratch`. others: directories that were checked before."""
     yield "filesystem", lambda: filesystem(read_mount(path))
     yield "space", lambda: _space(path, others)
     with _probe(folder) as probe:
@@ -197,7 +197,7 @@ def checks(path: Path, folder: Path, others: Sequence[Path] = ()) -> Iterator[tu
 
 
 def rates(path: Path, folder: Path, seconds: float) -> Finding:
-    """What the drive moves with default settings, from and to the arena. Takes the seconds, about, and at least once over the file each."""
+    """The drive's rates with default settings, from and to the arena. Takes about `seconds`, and at least one pass over the file per mix."""
     with _probe(folder) as probe:
         probe.direct()
         measured = probe.rates(seconds)
@@ -212,7 +212,7 @@ def read_mount(path: Path) -> Mount:
 def _space(path: Path, others: Sequence[Path]) -> Finding:
     for other in others:
         if os.stat(other).st_dev == os.stat(path).st_dev:
-            return absent("space", f"the free space of {other}: both lie on one filesystem")
+            return absent("space", f"the same free space as {other}: both are on one filesystem")
     status = os.statvfs(path)
     return space(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 
@@ -233,7 +233,7 @@ def _text(path: Path) -> str | None:
 
 @contextlib.contextmanager
 def _probe(folder: Path) -> Iterator[_Probe]:
-    """A file that has lost its name already: however this process ends, nothing stays."""
+    """A probe of an unlinked file: the kernel frees the file when the process ends, for any reason."""
     fd, name = tempfile.mkstemp(dir=folder)
     probe = _Probe(fd)
     try:
@@ -244,7 +244,7 @@ def _probe(folder: Path) -> Iterator[_Probe]:
 
 
 class _Probe:
-    """A file of PROBE_NBYTES to try, and memory of the arena. gbps: the highest rate at which a try of `passes` wrote and read."""
+    """A file of PROBE_NBYTES for trials, and memory of the arena. gbps: the highest rate at which a trial of `passes` wrote and read."""
 
     gbps = 0.0
 
@@ -263,7 +263,7 @@ class _Probe:
         self._arena.close()
 
     def direct(self) -> Finding:
-        """Whether direct I/O works; from then on it is used if it does."""
+        """Try direct I/O. If it works, the probe uses direct I/O from then on."""
         try:
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -284,30 +284,30 @@ class _Probe:
         return direct(memory, offset)
 
     def fallocate(self) -> int:
-        """The errno, or 0. Not os.posix_fallocate, which writes zeros where the filesystem cannot."""
+        """The errno of fallocate, or 0. os.posix_fallocate would write zeros if the filesystem cannot reserve space."""
         libc = ctypes.CDLL(None, use_errno=True)
         os.ftruncate(self.fd, 0)
         return ctypes.get_errno() if libc.fallocate(self.fd, 0, ctypes.c_int64(0), ctypes.c_int64(PROBE_NBYTES)) else 0
 
     def passes(self) -> tuple[list[Pass], list[Pass], list[Pass]]:
-        """First writes, writes, reads, of some tries."""
+        """First writes, second writes and reads, one pass of each per trial."""
         tries = []
         for _ in range(_TRIES):
             os.ftruncate(self.fd, 0)
             os.posix_fallocate(self.fd, 0, PROBE_NBYTES)
             tries.append([self._pass(op) for op in ("write", "write", "read")])
-        self.gbps = max(min(again.gbps, read.gbps) for _, again, read in tries)  # one that is fast proves that it can be
+        self.gbps = max(min(again.gbps, read.gbps) for _, again, read in tries)  # one fast trial is proof of a fast drive
         firsts, agains, reads = map(list, zip(*tries))
         return firsts, agains, reads
 
     def rates(self, seconds: float) -> dict[str, float]:
-        """GB/s by mix, of drives.MIXES."""
+        """GB/s of each mix in drives.MIXES."""
         os.posix_fallocate(self.fd, 0, PROBE_NBYTES)
         self._pass("write")
         return {mix: self._pass(mix, seconds / len(drives.MIXES)).gbps for mix in drives.MIXES}
 
     def _pass(self, mix: str, seconds: float = 0.0) -> Pass:
-        """Once over the file, and on until so many seconds are over."""
+        """Pass over the file once, and continue until `seconds` have passed."""
         tickets, number = [], 0
         with drives.Drive().queue() as queue:
             start = time.perf_counter()

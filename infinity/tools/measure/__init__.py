@@ -1,1 +1,1 @@
-"""What links, processors and drives give: the `bench`, `calibrate` and `trace` commands. Moves real bytes, and compares them."""
+"""The `bench`, `calibrate` and `trace` commands: measure links, processors and drives. The probes move real bytes and compare them."""

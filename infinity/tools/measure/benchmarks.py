@@ -1,6 +1,6 @@
-"""The `bench` commands of single links: what each carries alone, by size of a chunk.
+"""The `bench` commands of single links: the bandwidth of each link alone, by chunk size.
 
-Knows sizes, tables and plots. Must not know how bytes are moved: probes do that, and compare them.
+Knows sizes, tables and plots. Must not know how bytes move: the probes move and compare them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SIZES = ("1MiB", "2MiB", "4MiB", "8MiB", "16MiB", "32MiB", "64MiB")
 
 
 def transfers(arguments) -> int:
-    """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. Whatever moves is compared with what was sent."""
+    """The `bench nc`, `cg`, `gg`, `rs`, `gc` and `cn` commands. The probes compare all received bytes with the sent bytes."""
     link, sizes = arguments.link, sorted({_size(text) for text in arguments.sizes or SIZES})
     check_file(arguments.output, "--output")
     check_plot(arguments.plot, "--plot")
     with contextlib.ExitStack() as stack:
         device, ranks = stack.enter_context(probes.launched(arguments.device))
         if link in RANK_LINKS and not ranks.are_several:
-            raise UsageError(f"{link} is between devices: run `torchrun --nproc-per-node 2 -m infinity bench {link}`, a process a device")
+            raise UsageError(f"{link} needs two devices: run `torchrun --nproc-per-node 2 -m infinity bench {link}`, a process per device")
         _check_memory(link, sizes[-1], device, ranks)
-        # What is of one process only, the first one does; the others wait for it.
+        # Rank 0 alone measures the links of one process. The other ranks wait.
         first = ranks.is_first
         if first:
             progress = stack.enter_context(Progress())
@@ -72,13 +72,13 @@ def transfers(arguments) -> int:
 def _size(text: str) -> int:
     nbytes = parse_bytes(text)
     if not nbytes or nbytes % ALIGNMENT:
-        raise ConfigError(f"--sizes {text}: expected a multiple of {ALIGNMENT} bytes, as drives take them")
+        raise ConfigError(f"--sizes {text}: expected a multiple of {ALIGNMENT} bytes, the alignment of direct I/O")
     return nbytes
 
 
 def _check_memory(link: str, nbytes: int, device: torch.device, ranks: Ranks) -> None:
-    """Raise ConfigError if as many of the largest chunks as a probe has at a time, at least, find no room."""
-    on_host = 0 if link in RANK_LINKS else probes.MIN_CHUNKS + (link in NVME_LINKS)  # one more, to compare with
+    """Raise ConfigError if memory is too small for the number of largest chunks that a probe needs."""
+    on_host = 0 if link in RANK_LINKS else probes.MIN_CHUNKS + (link in NVME_LINKS)  # one more for the comparison
     on_device = 0 if link in NVME_LINKS else probes.MIN_CHUNKS
     if device.type == "cpu":
         on_host, on_device = on_host + on_device * (ranks.num_local if link in RANK_LINKS else 1), 0
@@ -88,13 +88,13 @@ def _check_memory(link: str, nbytes: int, device: torch.device, ranks: Ranks) ->
     for where, num_chunks, free_nbytes in rooms:
         if num_chunks * nbytes > free_nbytes:
             raise ConfigError(
-                f"--sizes {format_bytes(nbytes)}: {num_chunks} chunks at a time take {format_bytes(num_chunks * nbytes)} of {where}, "
-                f"of which {format_bytes(free_nbytes)} are free; give smaller ones"
+                f"--sizes {format_bytes(nbytes)}: the probe needs {num_chunks} chunks, {format_bytes(num_chunks * nbytes)} of {where}, "
+                f"of which {format_bytes(free_nbytes)} are free; give smaller sizes"
             )
 
 
 def _paths(arguments, stack: contextlib.ExitStack):
-    """Of swap; the default directory is made, and goes again if it was."""
+    """The swap directories. A missing default directory is created and removed at the end."""
     paths = Config(swap_dirs=arguments.swap_dirs or (DEFAULT_SWAP_DIR,)).swap_dirs
     if paths == (DEFAULT_SWAP_DIR,) and not DEFAULT_SWAP_DIR.exists():
         DEFAULT_SWAP_DIR.mkdir()
@@ -103,22 +103,22 @@ def _paths(arguments, stack: contextlib.ExitStack):
 
 
 def _table(report: dict) -> str:
-    ranks = f", {report['world']} ranks, bytes that each receives" if report["link"] == "gg" else ""
-    ranks = f", {report['world']} ranks, bytes that each gives" if report["link"] == "rs" else ranks
+    ranks = f", {report['world']} ranks, bytes received by each" if report["link"] == "gg" else ""
+    ranks = f", {report['world']} ranks, bytes sent by each" if report["link"] == "rs" else ranks
     rows = []
     for result in report["sizes"]:
         gbps = result["gbps"]
         rows.append([format_bytes(result["chunk_nbytes"]), f"{statistics.median(gbps):.2f}", f"{min(gbps):.2f}", f"{max(gbps):.2f}"])
-    return f"{report['what']}, {report['device']}{ranks}\n\n" + table(["chunk", "GB/s", "least", "most"], rows) + "\n\nall bytes compared"
+    return f"{report['what']}, {report['device']}{ranks}\n\n" + table(["chunk", "GB/s", "lowest", "highest"], rows) + "\n\nall bytes compared"
 
 
 def _plot(report: dict, path) -> None:
-    """Bandwidth against the size of a chunk: the median, and the spread."""
+    """Draw the bandwidth by chunk size: median, lowest and highest."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     sizes = [result["chunk_nbytes"] for result in report["sizes"]]
     each = [result["gbps"] for result in report["sizes"]]
-    axes.fill_between(sizes, list(map(min, each)), list(map(max, each)), alpha=0.2, label=f"least to most of {len(each[0])}")
+    axes.fill_between(sizes, list(map(min, each)), list(map(max, each)), alpha=0.2, label=f"lowest to highest of {len(each[0])}")
     axes.plot(sizes, list(map(statistics.median, each)), marker="o", label="median")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [format_bytes(nbytes).replace(".0 ", " ") for nbytes in sizes])

@@ -1,6 +1,6 @@
-"""Where a step's time goes: of each lane of a trace the share that it was busy and waited for. The `trace` command.
+"""The `trace` command: the busy share of each lane of a trace, and the share of the step that waited for the lane.
 
-Knows traces by rank. Must not know engines, nor how a trace is made or stored.
+Knows traces by rank. Must not know engines, or how a trace is made or stored.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from infinity.output import give, table
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS, STALL, STEP
 
-WARM_UP_STEPS = 2  # the first records what ops use, the second is the first to follow a plan
-NUM_WAITS = 8  # that are listed by name
+WARM_UP_STEPS = 2  # the first step records the uses of ops, the second is the first that follows a plan
+NUM_WAITS = 8  # number of waits in the list by name
 
 Interval = tuple[float, float]
 
@@ -34,10 +34,10 @@ def trace(arguments) -> int:
 
 
 def breakdown(ranks: list[RankTrace]) -> dict:
-    """Shares of the steps' time and bytes a step, of each rank and their mean; the value of --json.
+    """Shares of the time and bytes per step for each rank, and their means; the value of --json.
 
-    Of the whole steps that all ranks have, without the first two if there are more. A lane's busy share is of the time with at
-    least one event; a transfer that crosses a border counts by its time on each side. Raises UsageError if there is no whole step.
+    Counts the complete steps that all ranks have, without the first two if there are more. A lane is busy while at least one event is active.
+    A transfer across the first or last border counts by the share of its time inside. Raises UsageError if no step is complete.
     """
     numbers = _whole_steps(ranks)
     each = [_of_rank(trace, numbers) for trace in ranks]
@@ -64,10 +64,10 @@ def breakdown(ranks: list[RankTrace]) -> dict:
 
 
 def _whole_steps(ranks: list[RankTrace]) -> list[int]:
-    """Numbers of the steps to look at, which follow on each other."""
+    """Numbers of the steps to count."""
     common = set.intersection(*({_number(step) for step in _steps(trace) if step.start >= trace.complete_since} for trace in ranks))
     if not common:
-        raise UsageError("the trace holds no whole step: train for some steps, each up to its optimizer.step()")
+        raise UsageError("the trace contains no complete step: train for some steps, each with optimizer.step()")
     measured = [number for number in sorted(common) if number > WARM_UP_STEPS]
     return measured or sorted(common)
 
@@ -115,20 +115,20 @@ def _longest(waits: dict[tuple[str, str], float], seconds: float, count: int | N
 
 
 def _clipped(pieces: Iterable[Slice], begin: float, end: float) -> list[Slice]:
-    """What of them lies in [begin, end]."""
+    """The parts of the pieces in [begin, end]."""
     inside = [piece for piece in pieces if piece.end > begin and piece.start < end]
     return [Slice(p.lane, p.name, max(p.start, begin), min(p.end, end), p.nbytes, p.detail) for p in inside]
 
 
 def _share(piece: Slice, begin: float, end: float) -> float:
-    """How much of a piece's time lies in [begin, end)."""
+    """The share of a piece's time in [begin, end)."""
     if piece.end == piece.start:
         return float(begin <= piece.start < end)
     return max(0.0, min(piece.end, end) - max(piece.start, begin)) / (piece.end - piece.start)
 
 
 def _union(intervals: Iterable[Interval]) -> float:
-    """Seconds that at least one of them covers."""
+    """Seconds that at least one interval covers."""
     covered, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, until))
@@ -146,7 +146,7 @@ def _text(report: dict) -> str:
     ranks = f"mean of {world} ranks" if world > 1 else "1 rank"
     lines = [f"{which}, {ranks}: {step['median']:.4f} s a step (median; {step['least']:.4f} to {step['most']:.4f})"]
     if report["num_left_out"]:
-        lines.append(f"left out: the {report['num_left_out']:,} oldest events, before the first of these steps")
+        lines.append(f"not in the trace: the {report['num_left_out']:,} oldest events, before the first of these steps")
     head = ["", "busy", "a step", "GB/s", "step waited"] + (["most"] if world > 1 else [])
     rows = []
     for lane in LANES:

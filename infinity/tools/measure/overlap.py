@@ -1,28 +1,28 @@
-"""The `bench overlap` command: how much of reading, copying and gathering weights an engine hides behind compute of a given length.
+"""The `bench overlap` command: the share of reads, copies and gathers of weights that an engine hides behind compute of a given time.
 
-A model of equal layers, each of one chunk, runs forward through an engine that keeps nothing: every byte comes from NVMe in every
-pass, and every op compares what it sees with what was put there. Knows an engine's parts by their face. Must not know how plans are
-made, nor how an error ends the process. Over 400 lines because each stage is also measured alone, and lengthened on request.
+The model has equal layers of one chunk each, and runs forward through an engine that keeps no weights. Every pass reads all bytes from NVMe,
+and every op compares its weights with the expected values. Depends on: the engine's weights, records, events, lanes and plan follower. Must
+not know how plans are made, or how an error ends the process. Over 500 lines because the bench also measures and extends stages alone.
 """
 
 # [Note: overlap efficiency]
-# efficiency = (serial - pipelined) / (serial - longest): 1 if a pass takes no longer than its longest stage, 0 if nothing overlaps.
+# efficiency = (serial - pipelined) / (serial - longest): 1 if a pass takes no longer than the longest stage, 0 if nothing overlaps.
 #
-# pipelined: a whole pass through the engine, from the call of the model until the device is done. Filling the pipeline is part of it:
-# nothing is fetched before the call.
-# serial: the sum of the stages, each measured alone for the same layers right before the pass: all chunks are read to host memory,
-# then all copied to the device, then as many gathered, then as many ops computed. Alone, a stage has the drive, the memory and the
-# processors for itself, is given its work at once, and waits for no other. What stages lose to each other when they run together counts
-# against the pass; taken from a trace of the pass, it would count as their work, and waiting, too. Device memory is used again as in a
-# pass, three layers at a time: with fresh pages for all layers, copies on the CPU took up to ten times as long alone as in a pass.
-# Stages and passes are measured by turns. Of a stage the fastest of all repeats counts, of the pass the median: what else the machine
-# does lowers the efficiency, and raises it only where it disturbs a stage in every repeat.
+# pipelined: time of a whole pass through the engine, from the call of the model until the device is idle. The pass includes the time to fill
+# the pipeline: the engine fetches nothing before the call.
+# serial: the sum of the stages. Each stage is measured alone for the same layers, right before the pass. The stages read all chunks to host
+# memory, copy all to the device, gather as many, and compute as many ops. A stage alone has the drive, the memory and the processors for
+# itself, receives all work at once, and waits for no other stage. If stages slow each other down in the pass, the efficiency falls. Stage
+# times from a trace of the pass would hide this loss, because they would contain the slowdown and the waits. A stage alone uses device memory
+# as a pass does, three layers at a time. With new pages for all layers, copies on the CPU took up to ten times as long alone as in a pass.
+# Stages and passes alternate. The fastest repeat of a stage counts, and the median of the passes. Other work on the machine thus lowers the
+# efficiency. Other work raises the efficiency only if it disturbs a stage in every repeat.
 #
 # [Note: balanced stages]
-# Where links are far from equal, hiding the small ones proves little. --balance, on the CPU, lengthens every job to one length, longer
-# than any takes of itself: its bytes move, then it sleeps. It never sleeps before its input is there. The result tells of order, threads
-# and waits, not of bandwidth. Lane.on_job will not do for this, which runs before a copy waits for its read, nor RecordMover.on_read, which
-# runs under the lock that the other stages need: a read is lengthened at the swap, copies and gathers by `Events.before_end`.
+# If link times are very different, hiding the small ones proves little. On the CPU, --balance extends every job to one common time, longer
+# than any job needs. The job first moves its bytes, then sleeps, and never sleeps before the input has arrived. The result shows order,
+# threads and waits, not bandwidth. Two hooks of the engine do not work here. Lane.on_job runs before a copy waits for its read.
+# RecordMover.on_read runs under a lock that the other stages need. PacedSwap extends reads, `Events.before_end` extends copies and gathers.
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ from infinity.system.ranks import Ranks
 from infinity.tools.measure.probes import launched
 from infinity.tools.progress import Progress
 
-STAGES = {"nvme_read": "#4c78a8", "h2d": "#f58518", "all_gather": "#b279a2", COMPUTE: "#54a24b"}  # and their colours
+STAGES = {"nvme_read": "#4c78a8", "h2d": "#f58518", "all_gather": "#b279a2", COMPUTE: "#54a24b"}  # with the colours of the plot
 
-_SHIFT = 68  # elements between the weights of two layers, in the random numbers that all are cut from
-_NUM_RESIDENT = 3  # layers on the device while copies alone are measured
-_NUM_TRIALS = 3  # of each stage, to know how long compute, or the common length, should be
-_BALANCE_MARGIN = 1.25  # of the common length over the longest stage
-_NOISE = 0.05  # of an efficiency, by which measured times alone may bring it beyond 0 or 1
+_SHIFT = 68  # elements between the weights of two layers in the common random numbers
+_NUM_RESIDENT = 3  # layers on the device during copies alone
+_NUM_TRIALS = 3  # of each stage, to choose the time of compute, or the common time
+_BALANCE_MARGIN = 1.25  # common time / time of the longest stage
+_NOISE = 0.05  # measurement error of an efficiency: within this distance of 0 to 1, values are plausible
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 2048}
-_NUM_PRODUCTS = 50  # that are timed to know how many take as long as asked for
+_NUM_PRODUCTS = 50  # timed, to compute the number for a given time
 
 
 def overlap(arguments) -> int:
@@ -73,13 +73,13 @@ def overlap(arguments) -> int:
     check_plot(arguments.plot, "--plot")
     if arguments.layers > WEIGHT_SLOTS:
         raise ConfigError(
-            f"--layers {arguments.layers}: each stage is measured alone with all layers in host memory; give {WEIGHT_SLOTS} at most"
+            f"--layers {arguments.layers}: the bench measures each stage alone with all layers in host memory; give {WEIGHT_SLOTS} at most"
         )
     if min(arguments.depth) < 2:
-        raise ConfigError(f"--depth {min(arguments.depth)}: copies run two layers ahead and reads before them; give 2 at least")
+        raise ConfigError(f"--depth {min(arguments.depth)}: copies run two layers ahead, and reads run before copies; give 2 at least")
     with launched(arguments.device) as (device, ranks):
         if arguments.balance and device.type != "cpu":
-            raise ConfigError(f"--balance with device {device}: stages are lengthened on the CPU only; leave it out or give --device cpu")
+            raise ConfigError(f"--balance with device {device}: the bench extends stages only on the CPU; leave it out or give --device cpu")
         for chunk_mib in arguments.chunk_mib:
             _check_memory(chunk_mib, arguments.layers, ranks)
         rows = []
@@ -100,13 +100,13 @@ def overlap(arguments) -> int:
 
 
 def efficiency(stages: Sequence[float], pipelined: float) -> float:
-    """See [Note: overlap efficiency]; all in one unit. Not a number where all stages but one take no time."""
+    """See [Note: overlap efficiency]. All times in one unit. NaN if only one stage takes time."""
     hidden_at_best = sum(stages) - max(stages)
     return (sum(stages) - pipelined) / hidden_at_best if hidden_at_best else math.nan
 
 
 def text(report: dict) -> str:
-    """What was measured as a table, in milliseconds a layer."""
+    """The report as a table, in milliseconds per layer."""
     head = ["chunk", "ahead", *report["rows"][0]["stages"], "serial", "longest", "pipelined", "", "efficiency", ""]
     rows = []
     for row in report["rows"]:
@@ -115,27 +115,27 @@ def text(report: dict) -> str:
         pipelined = _spread([1e3 * seconds / report["layers"] for seconds in row["pipelined"]])
         rows.append([f"{row['chunk_mib']:g} MiB", str(row["depth"]), *cells, *pipelined, *_spread(row["efficiency"])])
     ranks = f"{report['world']} ranks" if report["world"] > 1 else "1 rank"
-    balanced = ", stages lengthened to be equal" if report["balanced"] else ""
+    balanced = ", all stages extended to one time" if report["balanced"] else ""
     about = f"passes over {report['layers']} layers, all weights from NVMe, {ranks} on {report['device']}{balanced}"
-    how = f"ms a layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); every byte of a pass was compared"
+    how = f"ms per layer; stages alone: fastest of {report['repeats']}, pipelined: median (lowest-highest); all bytes of a pass were compared"
     hint = hint_of(report["rows"])
     return f"{about}\n{how}\n\n{table(head, rows)}" + (f"\n\n{hint}" if hint else "")
 
 
 def hint_of(rows: Sequence[dict]) -> str | None:
-    """What to think of efficiencies that no order of work explains, if there are some."""
+    """An explanation of efficiencies outside 0 to 1, or None if all are inside."""
     outside = [value for row in rows for value in row["efficiency"] if not -_NOISE <= value <= 1 + _NOISE]
     if not any(map(math.isfinite, outside)):
         return None
     return (
-        "efficiencies beyond 0 to 1 are noise, and those of the same row tell little: above 1 something disturbed the stages alone, "
-        "below 0 the passes. Run it again when nothing else runs here, with more --repeats; on the CPU, --balance makes stages last so "
-        "long that order and waits show in spite of noise."
+        "efficiencies outside 0 to 1 are noise, and the other values of the row are unreliable. Above 1, other work disturbed the stages "
+        "alone; below 0, the passes. Run the bench again when no other program runs here, with more --repeats. On the CPU, --balance makes "
+        "stages longer than the noise."
     )
 
 
 class Bench:
-    """An engine with its model, for one chunk size; a context manager."""
+    """An engine with a model, for one chunk size. A context manager."""
 
     def __init__(self, arguments, device: torch.device, chunk_mib: float, world: int):
         config = Config(
@@ -145,7 +145,7 @@ class Bench:
             param_tier=NVME.name,
             optimizer_state_tier=NVME.name,
             residency="none",
-            compression="off",  # bytes are read and compared where they lie
+            compression="off",  # the ops compare the bytes as they lie on NVMe
             chunk_mib=chunk_mib,
             tile_above=None,
             trace=True,
@@ -171,7 +171,7 @@ class Bench:
 
     def __enter__(self) -> Bench:
         if not self.cuda:
-            torch.set_num_threads(1)  # the lanes copy and gather on the other processors
+            torch.set_num_threads(1)  # lanes copy and gather on the other processors
         try:
             self._start()
         except BaseException:
@@ -186,13 +186,13 @@ class Bench:
         torch.set_num_threads(self._num_threads)
 
     def measure(self, depth: int, repeats: int) -> dict:
-        """Stages alone and passes by turns, reads being `depth` layers ahead. Seconds of all layers, by repeat; of the slowest rank.
-        compute_ms is of a layer, as compute took alone.
+        """Measure stages alone and passes in turn, with reads `depth` layers ahead. Seconds are those of all layers on the slowest rank,
+        one value per repeat. compute_ms: time of compute alone, per layer.
 
-        Raises SwapError if an op saw other weights than its own.
+        Raises SwapError if an op found wrong weights.
         """
         self.engine.follower.read_so_far_ahead(depth)
-        self.run()  # makes another plan
+        self.run()  # this pass makes a new plan
         repeated = [(self.alone(), self.run()) for _ in range(repeats)]
         stages = {name: [alone[name] for alone, _ in repeated] for name in repeated[0][0]}
         pipelined = [seconds for _, seconds in repeated]
@@ -207,7 +207,7 @@ class Bench:
         }
 
     def run(self) -> float:
-        """Seconds of a pass through the engine."""
+        """Run a pass through the engine. Returns the seconds."""
         seconds = {}
         self._start_s = now()
         with self._timed(seconds, "pass"), torch.no_grad():
@@ -216,7 +216,7 @@ class Bench:
         return self._slowest(seconds)["pass"]
 
     def alone(self) -> dict[str, float]:
-        """Seconds of each stage for all layers, one stage after the other; see [Note: overlap efficiency]."""
+        """Run one stage after the other. Returns the seconds of each for all layers; see [Note: overlap efficiency]."""
         weights, records, registry = self.engine.weights, self.engine.records, self.engine.registry
         seconds = {}
         weights.evict_idle()
@@ -228,7 +228,7 @@ class Bench:
         with self._timed(seconds, "h2d"):
             for index, span in enumerate(registry.spans):
                 if index >= _NUM_RESIDENT:
-                    weights.evict(registry.spans[index - _NUM_RESIDENT])  # waits for its copy; later ones are under way
+                    weights.evict(registry.spans[index - _NUM_RESIDENT])  # waits for the copy of this span; later copies are in flight
                 weights.copy(span, needed=True)
             last = registry.spans[-_NUM_RESIDENT:]
             parts = [part for span in last for part in span.fetch]
@@ -250,18 +250,18 @@ class Bench:
         return self._slowest(seconds)
 
     def _start(self) -> None:
-        """Write the weights; find out how long compute, or the common length, is to be."""
+        """Write the weights, and choose the time of compute, or the common time."""
         self.run()
         if (num_slots := self.engine.placement.slots[WEIGHTS]) < self.num_layers:
             raise ConfigError(
-                f"{num_slots} layers of {self.chunk_mib:g} MiB fit into host memory, and all {self.num_layers} must, for each stage to be "
-                f"measured alone; lower --layers or --chunk-mib"
+                f"{num_slots} layers of {self.chunk_mib:g} MiB fit into host memory, but all {self.num_layers} must fit: the bench measures "
+                f"each stage alone; lower --layers or --chunk-mib"
             )
-        self.run()  # the first that follows a plan
+        self.run()  # the first pass that follows a plan
         trials = [self.alone() for _ in range(_NUM_TRIALS)]
         medians = {name: statistics.median(trial[name] for trial in trials) / self.num_layers for name in trials[0]}
         longest = max(medians, key=medians.get)
-        # Compute compares bytes, which takes its time, and no stage becomes shorter.
+        # Compute includes the comparison of bytes, and no stage can become shorter.
         least = longest if self.balance else COMPUTE
         least_ms = 1e3 * medians[least]
         if self.compute_ms is None:
@@ -269,8 +269,8 @@ class Bench:
         elif self.compute_ms < least_ms:
             what = f"{least} takes" if self.balance else "comparing bytes takes"
             raise ConfigError(
-                f"--compute-ms {self.compute_ms:g}{' with --balance' if self.balance else ''}: {what} {least_ms:.3g} ms a layer of itself, "
-                f"in chunks of {self.chunk_mib:g} MiB; give that at least, better {_BALANCE_MARGIN * least_ms:.3g}"
+                f"--compute-ms {self.compute_ms:g}{' with --balance' if self.balance else ''}: {what} {least_ms:.3g} ms per layer, "
+                f"with chunks of {self.chunk_mib:g} MiB; give that at least, better {_BALANCE_MARGIN * least_ms:.3g}"
             )
         if self.balance:
             self.pace.seconds = self.compute_ms / 1e3
@@ -283,9 +283,9 @@ class Bench:
                 op.products = products
 
     def _bars(self) -> dict[str, list[tuple[float, float]]]:
-        """(start, end) of each stage's jobs in the last pass, in seconds since it began.
+        """(start, end) of each stage's jobs in the last pass, in seconds since the start of the pass.
 
-        Of reads that are under way together, one begins where the one before it has ended.
+        Concurrent jobs of a stage are shown one after the other: a bar begins at the end of the previous bar.
         """
         self.engine.events.timeline.resolve(wait=True)
         found = {stage: [] for stage in STAGES}
@@ -298,12 +298,12 @@ class Bench:
         return {stage: bars for stage, bars in found.items() if bars}
 
     def _in_turn(self, items: Sequence) -> Iterator:
-        """As many as there are layers."""
+        """Repeat the items, up to the number of layers."""
         return itertools.islice(itertools.cycle(items), self.num_layers)
 
     @contextlib.contextmanager
     def _timed(self, seconds: dict[str, float], name: str):
-        """What runs inside, on the device, too; all ranks begin together."""
+        """Store the seconds of the block, including work on the device. All ranks begin together."""
         self._synchronize()
         self.engine.ranks.barrier()
         start = now()
@@ -323,13 +323,13 @@ class Bench:
             if num_wrong := int(op.num_wrong):
                 raise SwapError(
                     errno.EIO,
-                    f"layer {index} of {self.num_layers} saw {num_wrong} words of 8 bytes that are not those put there; check the drive",
+                    f"layer {index} of {self.num_layers} found {num_wrong} wrong words of 8 bytes; check the drive",
                     str(self.engine.config.swap_dirs[0]),
                 )
 
 
 class _Shifted(InitialValues):
-    """Each layer has the numbers of the layer before, shifted by _SHIFT."""
+    """Each layer has the numbers of the previous layer, shifted by _SHIFT."""
 
     def __init__(self, numbers: torch.Tensor):
         self._numbers = numbers
@@ -339,11 +339,11 @@ class _Shifted(InitialValues):
 
 
 class Layer(nn.Module):
-    """Holds a chunk; `op` is what it computes."""
+    """A layer with one chunk of weights. `op` computes."""
 
     def __init__(self, numel: int):
         super().__init__()
-        stand_in = torch.full((), float("nan"), dtype=torch.bfloat16)  # the engine is told the values
+        stand_in = torch.full((), float("nan"), dtype=torch.bfloat16)  # _Shifted gives the engine the values
         self.weight = nn.Parameter(stand_in.expand(numel), requires_grad=False)
 
     def forward(self, token):
@@ -352,7 +352,7 @@ class Layer(nn.Module):
 
 
 class LayerOp:
-    """Compares the weights, then makes its products, then lasts as long as a balanced stage does."""
+    """Compares the weights, computes the products, then sleeps until the time of a balanced stage is over."""
 
     def __init__(self, expected: torch.Tensor, pace: Pace):
         self.expected = expected.view(torch.int64)
@@ -369,7 +369,7 @@ class LayerOp:
 
 
 class Products:
-    """So many products of matrices as take a given time."""
+    """Matrix products, as many as take a given time."""
 
     def __init__(self, device: torch.device):
         size = _PRODUCT_SIZE[device.type]
@@ -394,7 +394,7 @@ class Products:
 
 
 class Pace:
-    """Lengthens jobs until they have taken `seconds`."""
+    """Extends jobs to `seconds` by sleeping."""
 
     seconds = 0.0
 
@@ -402,7 +402,7 @@ class Pace:
         sleep(max(0.0, start + self.seconds - now()))
 
     def end_of(self, link: str, start: float, end: float) -> float:
-        """As Events.before_end: copies and gathers are lengthened."""
+        """For Events.before_end: extends copies and gathers."""
         if link not in ("h2d", "all_gather"):
             return end
         self.lengthen(start)
@@ -410,7 +410,7 @@ class Pace:
 
 
 class PacedSwap:
-    """A swap, or its compressor, whose reads are over one after the other, each lengthened."""
+    """A swap or a compressor whose reads end one after the other, each extended."""
 
     def __init__(self, swap, pace: Pace):
         self.swap = swap
@@ -432,7 +432,7 @@ class PacedSwap:
 
 
 class PacedRead:
-    """As a tiers.Transfer."""
+    """Has the interface of a Transfer."""
 
     def __init__(self, transfer, job):
         self.nbytes = transfer.nbytes
@@ -446,13 +446,13 @@ class PacedRead:
 
 
 def _check_memory(chunk_mib: float, num_layers: int, ranks: Ranks) -> None:
-    """Raise ConfigError if there is no room for the layers and for what they are compared with."""
+    """Raise ConfigError if memory is too small for the layers and their expected values."""
     numel = default_chunk_numel(chunk_mib, ranks.world)
-    # A rank makes all numbers, in fp32 and then in bf16, before it has its part of the layers beside those in bf16.
+    # A rank first makes all numbers in fp32 and converts them to bf16. Later the rank holds its share of the layers beside the bf16 numbers.
     nbytes = int(2 * numel * max(3, 1 + num_layers / ranks.world) * ranks.num_local)
     if nbytes > (free_nbytes := host_free_nbytes()):
         raise ConfigError(
-            f"--chunk-mib {chunk_mib:g}: {num_layers} layers, and what they are compared with, take {format_bytes(nbytes)} of host memory, "
+            f"--chunk-mib {chunk_mib:g}: {num_layers} layers and their expected values take {format_bytes(nbytes)} of host memory, "
             f"of which {format_bytes(free_nbytes)} are free; lower --layers or --chunk-mib"
         )
 
@@ -462,7 +462,7 @@ def _spread(values: Sequence[float]) -> tuple[str, str]:
 
 
 def draw(report: dict, path) -> None:
-    """Times by chunk size and depth as bars, and when each stage worked in the last pass of the row that overlaps best."""
+    """Draw the times by chunk size and depth, and the jobs of the last pass in the row with the highest efficiency."""
     pyplot_ = pyplot()
     rows, layers = report["rows"], report["layers"]
     figure, (bars, gantt) = pyplot_.subplots(2, 1, figsize=(max(8, 2 + 1.3 * len(rows)), 7.5), height_ratios=(3, 2), layout="constrained")
@@ -482,8 +482,8 @@ def draw(report: dict, path) -> None:
         top = max(top, highest)
     bars.set_ylim(0, 1.25 * top)
     bars.set_xticks(range(len(rows)), [f"{row['chunk_mib']:g} MiB\n{row['depth']} ahead" for row in rows])
-    bars.set_ylabel("ms a layer")
-    bars.set_title("stages alone, stacked; the longest of them; a pass through the engine; above: overlap efficiency", fontsize=10)
+    bars.set_ylabel("ms per layer")
+    bars.set_title("stages alone, stacked; the longest stage; a pass through the engine; above: overlap efficiency", fontsize=10)
     bars.legend(ncols=6, loc="upper center", frameon=False, fontsize=9)
 
     best = max(rows, key=lambda row: statistics.median(row["efficiency"]))
@@ -493,7 +493,7 @@ def draw(report: dict, path) -> None:
     gantt.set_yticks(range(len(best["bars"])), list(best["bars"]))
     gantt.invert_yaxis()
     gantt.set_xlim(0)
-    gantt.set_xlabel("ms since the pass began")
+    gantt.set_xlabel("ms since the start of the pass")
     gantt.set_title(f"one pass over {layers} layers, chunks of {best['chunk_mib']:g} MiB, {best['depth']} ahead", fontsize=10)
     if report["hint"]:
         figure.suptitle(textwrap.fill(report["hint"], 120), fontsize=8, color="#b03a2e")

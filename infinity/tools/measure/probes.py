@@ -1,8 +1,8 @@
-"""What links and processors do a second, measured with real bytes through the pieces that the engine uses.
+"""Rates of links and processors, measured with real bytes through the parts that the engine uses.
 
-A probe moves chunks round by round, and afterwards, outside of what is timed, compares what has arrived. No round brings what the
-one before has brought, so that what was not moved shows. Knows buffers, devices, ranks and seconds. Must not know what the numbers
-are for, nor drives' settings: drives.Probe measures these.
+A probe moves chunks in rounds. After each round, outside the timed part, the probe compares the received bytes. Each round moves other
+bytes than the round before, so that a missing transfer shows. Knows buffers, devices, ranks and seconds. Must not know the use of the
+numbers, or settings of drives, which drives.Probe measures.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from infinity.system.capacity import device_of
 from infinity.system.ranks import Ranks
 from infinity.system.swap import Swap
 
-ROUND_NBYTES = 256 << 20  # moved in a round, where that is no more than MAX_CHUNKS
+ROUND_NBYTES = 256 << 20  # moved in a round, but at most MAX_CHUNKS chunks
 MIN_CHUNKS, MAX_CHUNKS = 4, 64
-AHEAD = 8  # chunks under way to and from NVMe
-NUM_ROUNDS = 5  # of what a processor does, of which the median counts
+AHEAD = 8  # chunks in flight to and from NVMe
+NUM_ROUNDS = 5  # of a processor measurement, of which the median counts
 UPDATE_NUMEL = 4 << 20  # parameters of a record
 SMALL_LAYERS = 64
 BLOCKS = {"cuda": (4096, 32, 4, 1024, torch.bfloat16), "cpu": (512, 8, 4, 128, torch.float32)}  # hidden, heads, batch, length
@@ -46,7 +46,7 @@ _SMALL_NBYTES = 4096
 
 @contextlib.contextmanager
 def launched(name: str | None) -> Iterator[tuple[torch.device, Ranks]]:
-    """The device of a name, by default CUDA where there is one, and this process among those that torchrun has started."""
+    """The device of a name, by default CUDA if available, and the ranks that torchrun has started."""
     device = device_of(name)
     makes_group = "RANK" in os.environ and not dist.is_initialized()
     if makes_group:
@@ -59,12 +59,12 @@ def launched(name: str | None) -> Iterator[tuple[torch.device, Ranks]]:
         raise
     finally:
         ranks.close()
-    if makes_group:  # not after an error: it may wait for ranks that wait for this one
+    if makes_group:  # not after an error: the call could wait for ranks that wait for this rank
         dist.destroy_process_group()
 
 
 class SwapTransfers:
-    """Chunks between NVMe and host memory, through the swap files and queues that an engine would use in these directories."""
+    """Moves chunks between NVMe and host memory, through the swap files and queues of an engine in these directories."""
 
     def __init__(self, paths: Sequence[str | os.PathLike], chunk_nbytes: int, *, write: bool):
         self.chunk_nbytes, self._write, self.num_chunks = chunk_nbytes, write, _num_chunks(chunk_nbytes)
@@ -73,7 +73,7 @@ class SwapTransfers:
         buffers = [memory[start : start + chunk_nbytes] for start in range(0, len(memory), chunk_nbytes)]
         self._spare, self._buffers = buffers[-1], buffers[:-1]
         self._sums = [aio_ext.crc32c(buffer) for buffer in self._buffers]
-        self._swap = Swap(paths, checksums=False)  # all is compared, outside of what is timed
+        self._swap = Swap(paths, checksums=False)  # `check` compares all bytes, outside the timed part
         try:
             self._extents = [self._swap.allocate(chunk_nbytes) for _ in range(self.num_chunks)]
             self._swap.reserve()
@@ -111,7 +111,7 @@ class SwapTransfers:
 
 
 class Copies:
-    """Chunks between pinned host memory and a device, on a stream of their own; on the CPU, within host memory."""
+    """Copies chunks between pinned host memory and a device, on a separate stream. On the CPU, copies within host memory."""
 
     def __init__(self, device: torch.device, chunk_nbytes: int, *, to_device: bool):
         self.chunk_nbytes, self.num_chunks, self._device = chunk_nbytes, _num_chunks(chunk_nbytes), device
@@ -129,7 +129,7 @@ class Copies:
         with torch.cuda.stream(self._stream):
             for index, source in enumerate(self._sources):
                 target = self._targets[(index + round_) % self.num_chunks]
-                if self._stream is None:  # with one thread, as the engine
+                if self._stream is None:  # with one thread, like the engine
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
                 else:
                     target.copy_(source, non_blocking=True)
@@ -152,7 +152,7 @@ class Copies:
 
 
 class BothWays:
-    """Copies to a device and from it at the same time; chunk_nbytes each way."""
+    """Copies to and from a device at the same time, chunk_nbytes in each direction."""
 
     def __init__(self, device: torch.device, chunk_nbytes: int):
         self._ways = [Copies(device, chunk_nbytes, to_device=to_device) for to_device in (True, False)]
@@ -176,8 +176,10 @@ class BothWays:
 
 
 class Collectives:
-    """All-gathers or reduce-scatters of chunks of nbytes over all ranks, which take part together. What counts, as chunk_nbytes, is
-    what a rank receives of a chunk from the others, or gives to them."""
+    """All-gathers or reduce-scatters of chunks of `nbytes` over all ranks. All ranks take part together.
+
+    chunk_nbytes counts the bytes of a chunk that a rank receives from the others, or sends to them.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device, nbytes: int, *, reduce: bool):
         self._ranks, self._device, self._reduce = ranks, device, reduce
@@ -185,7 +187,7 @@ class Collectives:
         self._shard_numel = max(1, nbytes // ranks.world // dtype.itemsize)
         self.chunk_nbytes = self._shard_numel * (ranks.world - 1) * dtype.itemsize
         self.num_chunks = MIN_CHUNKS
-        # Whole numbers so small that a sum over the ranks is exact in every dtype and order.
+        # The numbers are integers, small enough for an exact sum over the ranks in every dtype and order.
         self._span = max(2, min(61, 512 // ranks.world))
         self._numbers = torch.arange(self._shard_numel, device=device, dtype=torch.int32)
         self._chunks = torch.zeros(self.num_chunks, ranks.world * self._shard_numel, device=device, dtype=dtype)
@@ -225,14 +227,14 @@ class Collectives:
         self._chunks, self._sums = None, []
 
     def _content(self, rank: int, shard: int, index: int, round_: int) -> torch.Tensor:
-        """Of a shard that a rank gives away; another one for each rank, shard, chunk and round."""
+        """The content of a shard that a rank sends. The content differs by rank, shard, chunk and round."""
         return (self._numbers + 7 * rank + 11 * shard + 3 * index + 5 * round_) % self._span - self._span // 2
 
 
 def rates(probe, num_rounds: int, together: Ranks | None = None) -> list[float]:
-    """Bytes a second of each round, after one that warms up. together: these ranks begin each round at the same time.
+    """Bytes per second of each round, after one round for warm-up. together: these ranks begin each round at the same time.
 
-    Raises SwapError if bytes arrive that were not sent.
+    Raises SwapError if received bytes differ from the sent bytes.
     """
     nbytes, found = probe.chunk_nbytes * probe.num_chunks, []
     for round_ in range(1 + num_rounds):
@@ -244,7 +246,7 @@ def rates(probe, num_rounds: int, together: Ranks | None = None) -> list[float]:
 
 
 def memory_rate() -> float:
-    """Bytes a second that this process reads and writes in host memory, with all its processors."""
+    """Bytes per second that this process reads and writes in host memory, with all processors."""
     source = torch.arange(ROUND_NBYTES // 8)
     target = torch.empty_like(source)
     seconds = _median_seconds(lambda: target.copy_(source), source.device)
@@ -253,19 +255,19 @@ def memory_rate() -> float:
 
 
 def copy_seconds(device: torch.device) -> float:
-    """From the call to the end of a copy of a page to the device."""
+    """Seconds from the call to the end of the copy of one page to the device."""
     with contextlib.closing(Copies(device, _SMALL_NBYTES, to_device=True)) as copies:
         return _median_seconds(lambda: copies._targets[0].copy_(copies._sources[0], non_blocking=True), device)
 
 
 def gather_seconds(ranks: Ranks, device: torch.device) -> float:
-    """Of an all-gather with next to no bytes; all ranks take part."""
+    """Seconds of an all-gather of very few bytes. All ranks take part."""
     chunk = torch.zeros(ranks.world * 8, device=device)
     return _median_seconds(lambda: ranks.gather(chunk, "a page"), device)
 
 
 def update_rate(device: torch.device) -> float:
-    """Parameters a second that AdamW updates, records in bf16, in host memory or on the device."""
+    """Parameters per second that AdamW updates, with bf16 records in host memory or on the device."""
     arena, on_host, numel = Arena(), device.type == "cpu", UPDATE_NUMEL
 
     def segment(dtype: torch.dtype) -> torch.Tensor:
@@ -293,7 +295,7 @@ def update_rate(device: torch.device) -> float:
 
 
 def product_rate(device: torch.device) -> float:
-    """Floating-point operations a second that the forward and backward pass of a transformer block reaches."""
+    """Floating-point operations per second in the forward and backward pass of a transformer block."""
     hidden, heads, batch, length, dtype = BLOCKS[device.type]
     torch.manual_seed(0)
     with torch.device(device):
@@ -307,26 +309,31 @@ def product_rate(device: torch.device) -> float:
     with FlopCounterMode(display=False) as counter:
         step()
     if not all(parameter.grad.isfinite().all() for parameter in (x, *block.parameters())):
-        what = "gradients of a block are not finite: do not train on this machine before that is understood"
+        what = "gradients of a block are not finite: do not train on this machine before you know the reason"
         raise SwapError(errno.EIO, what, str(device))
     return counter.get_total_flops() / _median_seconds(step, device)
 
 
 def op_seconds(device: torch.device) -> float:
-    """Seconds that an op of next to no work costs the training thread; on the CPU, the seconds beyond those of plain PyTorch. A difference of
-    two measurements: below zero where other work has disturbed them."""
+    """Seconds of the training thread per op with very little work; on the CPU, the seconds beyond those of plain PyTorch.
+
+    A difference of two measurements: other work on the machine can make the difference negative.
+    """
     plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None, update=False)
     return (_small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
 
 
 def chunk_seconds(device: torch.device) -> float:
-    """Seconds that a chunk costs the engine's threads a step, beyond its bytes: a step of small layers that come and go, less a step of layers
-    that stay. Below zero where other work has disturbed the measurements."""
+    """Seconds of the engine's threads per chunk and step, beyond the time of the bytes.
+
+    This is the time of a step with small layers that the engine moves, minus a step with layers that stay. Other work on the machine can make
+    the difference negative.
+    """
     return (_small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
 
 
 def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool = True) -> float:
-    """A step of small layers that live in a tier, or of plain PyTorch, which has no optimizer. update: count the optimizer's part."""
+    """Seconds of a step with small layers in a tier, or in plain PyTorch without an optimizer. update: include the optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
     with contextlib.ExitStack() as stack:
@@ -335,7 +342,7 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
             model.to(device)
         else:
             unit = BLOCK_NUMEL * (dist.get_world_size() if dist.is_initialized() else 1)
-            chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # a layer each
+            chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # one layer per chunk
             places = {"device": device.type, "param_tier": tier, "optimizer_state_tier": tier}
             stack.enter_context(offload(model, Config(dtype="fp32", chunk_mib=chunk_mib, verbose=False, **places)))
             optimizer = AdamW(model.parameters())
@@ -359,7 +366,7 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
-    """Of the work; `after` follows each time and does not count."""
+    """The median time of `work`. `after` runs after each `work` and is not timed."""
     seconds = []
     for _ in range(1 + NUM_ROUNDS):
         began = time.perf_counter()
@@ -375,7 +382,7 @@ def _num_chunks(nbytes: int) -> int:
 
 
 def _random(arena: Arena, nbytes: int) -> memoryview:
-    """Host memory with other bytes in each word; some drives are faster with zeros."""
+    """Host memory with random bytes, because some drives are faster with zeros."""
     region = arena.region(nbytes)
     region.tensor(torch.int64, 0, region.nbytes // 8).random_()
     return region.buffer[:nbytes]
@@ -388,5 +395,5 @@ def _wait_for(device: torch.device) -> None:
 
 def _require(is_right: bool, index: int, where) -> None:
     if not is_right:
-        text = f"chunk {index} is not what was sent: do not train on this machine before that is understood"
+        text = f"chunk {index} differs from the sent bytes: do not train on this machine before you know the reason"
         raise SwapError(errno.EIO, text, str(where))

@@ -1,13 +1,13 @@
-"""The fastest settings of a drive: a grid of them, and a search that needs a tenth of the time that measuring them takes.
+"""The fastest settings of a drive: a grid of settings, and a search that takes a tenth of the time of measuring the whole grid.
 
-Knows settings and a function that measures one of them, never twice with the same result. Must not know files or queues.
+Knows settings, and a noisy function that measures the rate of one setting. Must not know files or queues.
 
 # [Note: how the search goes]
-# Settings that are neighbours in the grid are about equally fast, and each measurement is noisy: so it says something about all
-# points, and least of all which one is best. The logarithms of the rates are taken for a Gaussian process over the grid, a smooth function
-# plus noise. How much either varies is not known: what makes the measurements likeliest is assumed. First come points spread over
-# the grid, then always the one that may be fastest, by its mean and a few deviations; it may be one that was measured before. In the
-# end the highest mean counts, for what was fastest once was also lucky.
+# Neighbours in the grid are about equally fast, and each measurement is noisy. One measurement therefore informs about all points near it,
+# but cannot show which point is best. The search models the logarithm of the rate as a Gaussian process over the grid: a smooth function plus
+# noise. The variances of function and noise are unknown, so the search takes the pair with the highest likelihood. The first points are
+# spread over the grid. After these the search measures the point with the highest mean plus _HOPE deviations, also if the point was measured
+# before. The result is the point with the highest mean, because the single fastest measurement was also lucky.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ AXES = {
     "num_queues": [1, 2, 3, 4],
 }
 GRID_ROUNDS = 3  # measurements of each point of a full grid
-SHARE = 1 / 12  # of them, that the search has: a tenth of the time, for those that spread over the grid take longer
-SAME = 1e-6  # differences of logarithms below this are rounding
-_NUM_SPREAD = 12  # points that are measured before any is favoured
-_HOPE = 1.5  # deviations above its mean that a point may be worth
-_REACH = 3.0, 2.5, 2.5  # steps of the grid along each axis, over which rates are alike
-# By how much rates may vary over the grid, relative, and those of one point: all pairs of them, each [pairs, 1, 1].
+SHARE = 1 / 12  # of these measurements, for the search: a tenth of the time, because spread points take longer
+SAME = 1e-6  # smaller differences of logarithms are rounding errors
+_NUM_SPREAD = 12  # spread points, measured first
+_HOPE = 1.5  # deviations above the mean, in the optimistic estimate of a point
+_REACH = 3.0, 2.5, 2.5  # length scales: steps of the grid along each axis over which rates are similar
+# Candidates for the relative deviation of rates over the grid, and of measurements of one point: all pairs, each [pairs, 1, 1].
 _SCALES, _NOISES = np.array([*itertools.product((0.06, 0.2, 0.6, 2.0), (0.001, 0.01, 0.03, 0.06, 0.1, 0.2))]).T[:, :, None, None]
-_LEVEL = 1.0  # how far off all rates may be from the first one measured
+_LEVEL = 1.0  # deviation of the common level of all rates from the first measurement
 
 
 def grid(start: Drive) -> list[Drive]:
-    """Every possible combination."""
+    """All possible combinations of settings."""
     points = [replace(start, **dict(zip(AXES, values))) for values in itertools.product(*AXES.values())]
     return [point for point in points if is_possible(point)]
 
 
 def search(start: Drive, rate: Callable[[Drive], float]) -> Drive:
-    """Settings about as fast as the best of the grid; those to start with unless others are faster. See [Note: how the search goes].
+    """Settings about as fast as the best of the grid. `start` wins a tie. See [Note: how the search goes].
 
-    rate: measures settings once, positive. It is called for SHARE as often as the whole grid needs.
+    rate: measures settings once and returns a positive rate. The search calls `rate` for SHARE of the measurements of a full grid.
     """
     points = [start, *(point for point in grid(start) if point != start)]
     places = np.array([_place(point) for point in points]) / _REACH
@@ -71,17 +71,17 @@ def search(start: Drive, rate: Callable[[Drive], float]) -> Drive:
 
 
 def is_possible(point: Drive) -> bool:
-    """Whether each queue has two blocks in the kernel or more, so that settings mean what they say."""
+    """Whether each queue can have two blocks or more in the kernel. Otherwise the settings would not take effect."""
     return 2 * point.block_nbytes * point.num_queues <= point.inflight_nbytes
 
 
 def _place(point: Drive) -> tuple[float, float, float]:
-    """In about the steps of each axis."""
+    """The coordinates of a setting, in about the steps of each axis."""
     return 2 * math.log2(point.inflight_nbytes), math.log2(point.block_nbytes), point.num_queues
 
 
 def _estimate(likeness: np.ndarray, measured: list[int], logs: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of every point's log rate, relative to the first one's, by likeness [points, points]."""
+    """Mean and deviation of the log rate of every point, relative to the first measurement. likeness: covariances [points, points]."""
     values = np.array(logs) - logs[0]
     near = likeness[np.ix_(measured, measured)]
     covariances = _SCALES**2 * near + _LEVEL**2 + _NOISES**2 * np.eye(len(measured))

@@ -1,12 +1,11 @@
-"""The `calibrate` command: the fastest settings of each drive, what this machine's links and processors do, and a file that says both.
-From how many tokens on a step hides all transfers, it has plan say.
+"""The `calibrate` command: finds the fastest settings of each drive, measures links and processors, and writes both to files.
 
-Knows directories, what is shown, and the file. Must not know how bytes are moved: probes do that.
+Knows directories, the output and the file. Must not know how bytes move (probes), or how many tokens hide all transfers (`plan`).
 
-# [Note: what is written is what is read]
-# Settings of a drive's queues stay in its directory, in infinity-drive.json, where engines look for them; the file gets the directories,
-# as Config.swap_dirs, and the machine. All is written at the end: whoever interrupts keeps what was there. Rates of drives are those that
-# each reaches while all work, so that their sum is what an engine has, also where two directories are on one drive.
+# [Note: files of calibrate]
+# The settings of a drive's queues go to infinity-drive.json in the swap directory, where engines look for them. The output file receives the
+# directories as Config.swap_dirs, and the machine. calibrate writes all files at the end, so an interrupt changes nothing. The written rate
+# of a drive is the rate while all drives work. The sum of the rates is thus the bandwidth of an engine, also with two directories on a drive.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
 from infinity.tools.progress import Progress
 
-LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the file that is measured on
+LEAST_NBYTES = drives.SCRATCH_NBYTES  # of the measured file
 MOST_NBYTES = 1 << 30
-LINK_NBYTES = 32 << 20  # of a chunk that is copied or gathered
+LINK_NBYTES = 32 << 20  # of a copied or gathered chunk
 
 _GPT = {"hidden": 2048, "layers": 8, "heads": 16, "vocab": 256, "seq": 1024}
-_ROUNDS, _REPEATS = 3, 3  # of all figures, and of one transfer in each; see [Note: a figure that repeats] in figures.py
-BUSY_SHARE = 0.1  # of the cores, that other processes may take without a word
+_ROUNDS, _REPEATS = 3, 3  # rounds of all figures, and repeats of one transfer in each round; see [Note: a figure that repeats] in figures.py
+BUSY_SHARE = 0.1  # of the cores; above it, calibrate warns of other processes
 _OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
-_KEPT = ("name", "nodes", "network_gbps")  # of a [machine] that was there: not measured here
-_LINKS = [  # shown: text, the figure of one device, that of all at once, the unit and its name
+_KEPT = ("name", "nodes", "network_gbps")  # of an earlier [machine]: calibrate does not measure these
+_LINKS = [  # output: text, figure of one device, figure of all devices at once, unit, name of the unit
     ("h2d", "h2d", "h2d_all", 1e9, "GB/s"),
     ("d2h", "d2h", "d2h_all", 1e9, "GB/s"),
     ("h2d and d2h", "both", "both_all", 1e9, "GB/s"),
@@ -77,7 +76,7 @@ _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queue
 
 @dataclass
 class _Path:
-    """A directory with its probe, and the figures found there. seen: rates by setting around the chosen one; alone, together: by mix."""
+    """A directory with a probe and figures. seen: rates of settings around the chosen setting. alone, together: figures by mix."""
 
     path: Path
     probe: drives.Probe
@@ -88,7 +87,7 @@ class _Path:
 
 
 def calibrate(arguments) -> int:
-    """The `calibrate` command. Everything that can be refused is refused before anything is measured."""
+    """The `calibrate` command. All arguments and the file are checked before the first measurement."""
     output = arguments.output
     check_file(output, "--output")
     content = config_files.read(output) if output.exists() else {}
@@ -99,10 +98,10 @@ def calibrate(arguments) -> int:
     try:
         config_files.to_toml(content | {"config": _settings(output, content, paths)})
     except TypeError as error:
-        raise ConfigError(f"{output} holds what cannot be written back: {error}; name another file with --output") from None
+        raise ConfigError(f"{output} contains a value that calibrate cannot write back: {error}; name another file with --output") from None
     world = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
-        raise ConfigError("calibrate measures one node: start it on one, and write `nodes` and `network_gbps` into [machine] of the file")
+        raise ConfigError("calibrate measures one node: run it on one node, then add `nodes` and `network_gbps` to [machine] in the file")
     with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
         found, others = [], OtherProcesses()
         if ranks.is_first:
@@ -119,7 +118,7 @@ def calibrate(arguments) -> int:
                 print(f"infinity: warning: {text}", file=sys.stderr)
             _write(output, config_files.read(output) if output.exists() else {}, machine, found)
             if not arguments.json:
-                print(f"\ntokens of a GPT that is all on NVMe: {tokens_that_hide(machine)}")
+                print(f"\ntokens per step of a GPT with all states on NVMe: {tokens_that_hide(machine)}")
                 print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
     return 0
 
@@ -129,14 +128,14 @@ def calibrate(arguments) -> int:
 
 @contextlib.contextmanager
 def probe_in(path: Path) -> Iterator[drives.Probe]:
-    """On a written file without a name, so that nothing of it is left however this ends. Errors name the directory."""
+    """A probe on a written file without a name: the kernel frees the file when the process ends. Errors name the directory."""
     with _named(path), contextlib.ExitStack() as stack:
         status = os.statvfs(path)
         free = status.f_bavail * status.f_frsize
         nbytes = min(MOST_NBYTES, free // 4) // LEAST_NBYTES * LEAST_NBYTES
         if not nbytes:
             needed, has = format_bytes(4 * LEAST_NBYTES), format_bytes(free)
-            raise ConfigError(f"{path}: tuning wants {needed} free, and {has} are: free space there or name another directory")
+            raise ConfigError(f"{path}: calibrate needs {needed} of free space, {has} are free: free space there or name another directory")
         fd, name = tempfile.mkstemp(prefix=".infinity-tune-", dir=path)
         stack.callback(os.close, fd)
         try:
@@ -153,7 +152,7 @@ def probe_in(path: Path) -> Iterator[drives.Probe]:
 
 
 def _open_direct(path: Path, name: str) -> int | None:
-    """None, with a warning, where there is no direct I/O."""
+    """Open the file for direct I/O. Returns None, with a warning, if direct I/O does not work."""
     kind = mount_at(path).kind
     reason = f"{kind} keeps files in memory"
     if kind not in MEMORY_FILESYSTEMS:
@@ -161,7 +160,7 @@ def _open_direct(path: Path, name: str) -> int | None:
             return os.open(name, os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             reason = f"{kind} refuses O_DIRECT ({error.strerror})"
-    print(f"infinity: warning: {path}: {reason}: what is measured there is memory, not a drive", file=sys.stderr)
+    print(f"infinity: warning: {path}: {reason}: rates there are those of memory, not of a drive", file=sys.stderr)
     return None
 
 
@@ -176,7 +175,7 @@ def _named(path: Path):
 
 
 def _find_settings(found: list[_Path], progress: Progress) -> None:
-    """Of each path alone, then the rates of all together."""
+    """Find the settings of each drive alone, then measure all drives at once."""
     for each in found:
         with _named(each.path):
             _tune_drive(each, progress)
@@ -202,12 +201,12 @@ def _tune_drive(each: _Path, progress: Progress) -> None:
         progress.show(f"{each.path}: setting {number}  {nbytes_per_s / 1e9:.2f} GB/s")
         return nbytes_per_s
 
-    progress.show(f"{each.path}: a read behind writes", last=True)
+    progress.show(f"{each.path}: read time during writes", last=True)
     block_s = probe.read_seconds()
     start = Drive(inflight_write_nbytes=probe.patient_write_nbytes(block_s))
     progress.show(f"{each.path}: settings", last=True)
     chosen = search.search(start, rate)
-    progress.show(f"{each.path}: around the best of {number} measurements", last=True)
+    progress.show(f"{each.path}: settings around the best of {number} measurements", last=True)
     each.seen = {}
     for name, values in search.AXES.items():
         for value in values:
@@ -224,7 +223,7 @@ def _median_rate(probe: drives.Probe, mix: str, drive: Drive) -> float:
 
 
 def _rates_together(found: list[_Path], mix: str) -> list[float]:
-    """Bytes a second of each, while all are at it."""
+    """Bytes per second of each drive while all drives work."""
     starts = threading.Barrier(len(found))
 
     def rate(each: _Path) -> float:
@@ -238,12 +237,12 @@ def _rates_together(found: list[_Path], mix: str) -> list[float]:
         tasks = [pool.submit(_abort_on_error, starts, rate, each) for each in found]
         errors = [task.exception() for task in tasks]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error  # the one that the others have met only by its consequence
+            raise error  # the first error; in the other threads it broke the barrier
         return [task.result() for task in tasks]
 
 
 def _abort_on_error(starts: threading.Barrier, rate: Callable[[_Path], float], each: _Path) -> float:
-    """Else the others would wait for one that has failed."""
+    """Measure one drive. On an error, release the threads that wait at the barrier."""
     try:
         with _named(each.path):
             return rate(each)
@@ -256,14 +255,13 @@ def _abort_on_error(starts: threading.Barrier, rate: Callable[[_Path], float], e
 
 
 def _links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, Figure]:
-    """Rates in units a second, and seconds, by name, each from every round. Ranks take part together; if all work at once, the slowest
-    counts."""
+    """Figures by name: rates in units per second, and times in seconds. All ranks take part. The slowest rank counts."""
     rounds = [dict(_round(device, ranks, progress, f"round {number + 1} of {_ROUNDS}")) for number in range(_ROUNDS)]
     return {name: Figure(tuple(values[name] for values in rounds), is_time=name.endswith("_s")) for name in rounds[0]}
 
 
 def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -> Iterator[tuple[str, float]]:
-    """Each figure once, with its name."""
+    """Measure each figure once, and yield its name and value."""
 
     def of_one(text: str, work: Callable[[], float]) -> float:
         show(text)
@@ -308,10 +306,10 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
 
 
 def _machine(device: torch.device, world: int, found: list[_Path], links: dict[str, Figure], known: Machine | None) -> Machine:
-    """The figures that repeat. The others, and those that calibrate does not measure, are as the file had them."""
+    """The figures that repeat, as a Machine. All other values are those of `known`, from the earlier file."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
-    if known and world == 1 < known.devices:  # one process measures one device of several
+    if known and world == 1 < known.devices:  # one process measures one of several devices
         kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
     measured = {
         "device_tflops": links["product"].written(1e12),
@@ -328,12 +326,12 @@ def _machine(device: torch.device, world: int, found: list[_Path], links: dict[s
         "chunk_overhead_us": links["chunk_s"].written(1e-6),
         "gather_latency_us": links["gather_s"].written(1e-6) if "gather_s" in links else None,
     }
-    # Figures of another kind of device say nothing of this one.
+    # Figures of another type of device do not apply.
     earlier = _figures_of(known, measured) if known and known.device == device.type else {}
     return Machine(
         **earlier | {name: value for name, value in measured.items() if value is not None} | {"devices": world} | kept,
         device=device.type,
-        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # what an engine takes on the CPU
+        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # the default of an engine on the CPU
         cores=len(os.sched_getaffinity(0)),
         host_memory=memory,
         drives=_drive_rates(found, known),
@@ -363,8 +361,10 @@ def _figures_of(value, names) -> dict[str, float]:
 
 
 def tokens_that_hide(machine: Machine) -> str:
-    """From how many tokens a step on compute hides all transfers, as `infinity plan` says it, of a GPT that is all on NVMe: bytes and
-    operations of all sizes are in about the same proportion."""
+    """The number of tokens per step from which compute hides all transfers, in the words of `infinity plan`.
+
+    The model is a GPT with all states on NVMe. Models of all sizes have about the same ratio of bytes to operations.
+    """
     dtype, batch = ("bf16", 16) if machine.device == "cuda" else ("fp32", 1)
     subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
@@ -373,20 +373,20 @@ def tokens_that_hide(machine: Machine) -> str:
     except ConfigError as error:  # a figure that did not repeat
         return f"not known: {error}"
     except BudgetError as error:
-        return f"not known, as even one of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
+        return f"not known: even a model of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
     return planning.when_hidden(found)
 
 
-# What is written and shown
+# Files and output
 
 
 def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
-    """The table [config] of the file, by new names, with other swap directories. Raises ConfigError for a setting by both its names."""
+    """The table [config] of the file with new names and these swap directories. Raises ConfigError for a setting under both names."""
     return with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ") | {"swap_dirs": list(map(str, paths))}
 
 
 def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) -> None:
-    """See [Note: what is written is what is read]."""
+    """See [Note: files of calibrate]."""
     for each in found:
         if not each.alone["mixed"].repeats:
             continue
@@ -394,7 +394,7 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
         try:
             drives.store(fd, each.drive)
             if drives.load(fd) != each.drive:
-                print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines will not know", file=sys.stderr)
+                print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines ignore these settings", file=sys.stderr)
         finally:
             os.close(fd)
     content = content | {
@@ -408,32 +408,32 @@ def _write(output: Path, content: dict, machine: Machine, found: list[_Path]) ->
 
 
 def _warnings(found: list[_Path], links: dict[str, Figure], num_busy: float) -> list[str]:
-    """A line for each figure that is not written, and for each cause. num_busy: cores that other processes kept busy."""
+    """One line per figure that is not written, and per cause. num_busy: cores that other processes kept busy."""
     names = {key: (f"{text}, all at once" if all_ == key else text, unit, name) for text, one, all_, unit, name in _LINKS for key in (one, all_)}
     lines = [_unwritten(*names[key], figure) for key, figure in links.items() if not figure.repeats]
     for each in found:
         lines += [_unwritten(f"{each.path}, {mix}", 1e9, "GB/s", figure) for mix, figure in each.together.items() if not figure.repeats]
         if not each.alone["mixed"].repeats:
-            lines.append(f"{each.path}: its rate does not repeat: {drives.CACHE_NAME} is not written there")
+            lines.append(f"{each.path}: the rate varies between rounds: {drives.CACHE_NAME} is not written there")
     cores = len(os.sched_getaffinity(0))
     if num_busy > BUSY_SHARE * cores:
-        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy meanwhile: figures are lower than on an idle machine")
+        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy during calibrate: figures are lower than on an idle machine")
     again = bool(lines)
     lines += map(str, swap_paths.shared_drives([each.path for each in found]))
     if len(found) > 1:
         lines += map(str, swap_paths.slow_directories({each.path: each.alone["mixed"].value for each in found}))
     if again:
-        lines.append("run calibrate again when nothing else runs here")
+        lines.append("run calibrate again when no other program runs on this machine")
     return lines
 
 
 def _unwritten(text: str, unit: float, name: str, figure: Figure) -> str:
     values = ", ".join(f"{value / unit:.3g}" for value in figure.values)
-    return f"{text}: {values} {name} in {len(figure.values)} rounds: does not repeat, and is not written"
+    return f"{text}: {values} {name} in {len(figure.values)} rounds: the values differ too much and are not written"
 
 
 def _report(output: Path, machine: Machine, found: list[_Path], links: dict[str, Figure], warned: list[str]) -> dict:
-    """The value of --json: what is written to `output`, and what else was measured, in bytes and units a second."""
+    """The value of --json: the machine as written to `output`, and all measurements, in bytes and units per second."""
     measured = [
         {
             "path": str(each.path),
@@ -467,9 +467,9 @@ def _text(found: list[_Path], links: dict[str, Figure], world: int) -> str:
             size = str(value) if name == "num_queues" else format_bytes(value)
             mark = " *" if getattr(each.drive, name) == value else ""
             rows.append([f"{_AXES[name]} {size}{mark}", *(f"{rates[mix] / 1e9:.2f}" for mix in drives.MIXES)])
-        lines += [f"\n{each.path}: around its settings (*), measured once each\n", table(["GB/s", *drives.MIXES], rows)]
+        lines += [f"\n{each.path}: settings around the chosen ones (*), measured once each\n", table(["GB/s", *drives.MIXES], rows)]
     lines.append(f"\n{'drives, each alone and all at once' if len(found) > 1 else 'the drive'}\n")
-    head = ["GB/s", "block", "in the kernel", "writes of it", "queues", *drives.MIXES]
+    head = ["GB/s", "block", "in the kernel", "of which writes", "queues", *drives.MIXES]
     rows = [_row(each, each.alone) for each in found]
     if len(found) > 1:
         rows += [_row(each, each.together, " at once") for each in found]
@@ -494,6 +494,6 @@ def _link_rows(links: dict[str, Figure]) -> list[list[str]]:
 
 
 def _cell(figure: Figure, unit: float) -> str:
-    """The median with the least and the most; a question mark after a figure that does not repeat."""
+    """The median with the lowest and highest value. A question mark marks a figure that does not repeat."""
     least, most = min(figure.values) / unit, max(figure.values) / unit
     return f"{figure.value / unit:.3g} ({least:.3g} to {most:.3g}){'' if figure.repeats else ' ?'}"

@@ -1,1 +1,1 @@
-"""What a step will take on a machine, before it is bought: the `plan` command. Plays the engine's own plans by a virtual clock."""
+"""The `plan` command: predicts the time and memory of a step on any machine. Simulates the engine's own plans on a virtual clock."""

@@ -1,7 +1,7 @@
-"""A virtual clock: processes that wait for each other, and do work on links that share what these have in common.
+"""A virtual clock: processes wait for each other, and work on links. Work on several links at once can slow these links down.
 
-A process is a generator. It yields a Flag, which somebody else raises, or the work of a link: (link, seconds, what, nbytes). Pure; knows
-no engine.
+A process is a generator. The generator yields a Flag, which another process raises, or the work of a link: (link, seconds, `what`, nbytes).
+Pure. Must not know the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Work:
-    """Something that a link did: `what` as in the engine's trace, start and end in seconds."""
+    """Work that a link has done. `what` is as in the engine's trace, start and end are in seconds."""
 
     link: str
     what: object
@@ -24,7 +24,7 @@ class Work:
 
 
 class Flag:
-    """Something that happens once."""
+    """An event that happens once. Processes wait for it."""
 
     __slots__ = ("raised", "waiting")
 
@@ -48,7 +48,7 @@ class _Load:
 
 
 class Clock:
-    """Runs processes. speeds(links): of each link, at most 1, while work is under way on all of these."""
+    """Runs processes. speeds(links): the speed of each link, at most 1, while all these links work."""
 
     def __init__(self, speeds: Callable[[frozenset[str]], dict[str, float]]):
         self.now = 0.0
@@ -67,7 +67,7 @@ class Clock:
             flag.waiting.clear()
 
     def run(self) -> None:
-        """Until nothing can happen any more."""
+        """Run until no process is ready and no work is left."""
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
@@ -99,7 +99,7 @@ class Clock:
 
 
 class PlayedLane:
-    """Jobs, first in, first out, but for those hurried: generators that one process runs to their end, each with a flag for that."""
+    """One process that runs jobs (generators) in order. Hurried jobs that are ready go first. Each job has a flag for its end."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

@@ -1,12 +1,12 @@
-"""Memory and bandwidth of transformer training in closed form, as the ZeRO-Infinity paper states them.
+"""Memory and bandwidth of transformer training in closed form, from the ZeRO-Infinity paper.
 
-Pure arithmetic, in elements, bytes, seconds and floating-point operations. Must not know this engine: what that needs is
-counted, not estimated, see placement.py and simulator.py.
+Pure arithmetic, in elements, bytes, seconds and floating-point operations. Must not know this engine: placement.py and simulator.py count
+the engine's bytes and times.
 Source: Rajbhandari et al. 2021 (SC21), sections 3 and 4.
 """
 
 USUAL_STATE_NBYTES = 20
-"""Bytes a parameter of mixed-precision Adam: fp16 weight and gradient, fp32 master, gradient, momentum, variance."""
+"""Bytes per parameter of mixed-precision Adam: fp16 weight and gradient, fp32 master, gradient, momentum, variance."""
 
 
 def transformer_parameters(layers: int, hidden: int) -> int:
@@ -20,7 +20,7 @@ def checkpoint_nbytes(*, batch: int, seq: int, hidden: int, layers: int, blocks_
 
 
 def model_working_nbytes(hidden: int, *, tiles: int = 1) -> int:
-    """Equation 4: weight and gradient, in 16 bits, of the linear from hidden to 4 * hidden, or of one of its tiles."""
+    """Equation 4: weight and gradient, in 16 bits, of the linear from hidden to 4 * hidden, or of one tile."""
     return 4 * hidden * 4 * hidden // tiles
 
 
@@ -30,38 +30,40 @@ def activation_working_nbytes(*, batch: int, seq: int, hidden: int, heads: int, 
 
 
 def step_flops(*, batch: int, seq: int, parameters: int, recompute: bool = True) -> int:
-    """Equation 8: forward and backward, and forward once more where activations are computed again."""
+    """Equation 8: forward and backward, and one more forward pass if activations are recomputed."""
     return 2 * (4 if recompute else 3) * batch * seq * parameters
 
 
 def weights_intensity(*, batch: int, seq: int) -> float:
-    """Equation 9: floating-point operations a byte of weights and gradients moved."""
+    """Equation 9: floating-point operations per byte of weights and gradients."""
     return seq * batch
 
 
 def states_intensity(*, batch: int, seq: int) -> float:
-    """Equation 10: of optimizer states."""
+    """Equation 10: floating-point operations per byte of optimizer states."""
     return seq * batch / 4
 
 
 def activations_intensity(*, hidden: int, blocks_between: int = 1) -> float:
-    """Equation 11: of activation checkpoints."""
+    """Equation 11: floating-point operations per byte of activation checkpoints."""
     return 24 * hidden * blocks_between
 
 
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Equation 6: share of the peak, in operations a second, at a bandwidth in bytes a second that nothing overlaps."""
+    """Equation 6: share of the peak (operations per second) at a bandwidth (bytes per second), without overlap."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
 
 
 def required_bandwidth(intensity: float, share: float, peak: float) -> float:
-    """Bytes a second at which `efficiency` is `share`."""
+    """Bytes per second at which `efficiency` is `share`."""
     return share / (1 - share) * peak / intensity
 
 
 def gpt_size(parameters: float) -> tuple[int, int]:
-    """Hidden size, a multiple of 128, and layers of a transformer of about so many parameters, as wide and deep as those of
-    the paper's table 1 and of Brown et al. 2020, table 2.1."""
-    per_layer = 128 * (parameters / 1e11) ** (0.2 if parameters > 1e11 else 0.1)  # hidden size a layer
+    """Hidden size (a multiple of 128) and number of layers of a transformer with about `parameters` parameters.
+
+    Source: proportions of table 1 of the paper, and of table 2.1 in Brown et al. 2020.
+    """
+    per_layer = 128 * (parameters / 1e11) ** (0.2 if parameters > 1e11 else 0.1)  # hidden size per layer
     hidden = max(128, round((parameters * per_layer / 12) ** (1 / 3) / 128) * 128)
     return hidden, max(1, round(parameters / (12 * hidden**2)))

@@ -1,6 +1,6 @@
-"""Records between NVMe and host memory, played: what tiers/record_mover.py does, by the policy of plan/slots.py, on a virtual clock.
+"""Simulates moves of records between NVMe and host memory: tiers/record_mover.py on a virtual clock, with the policy of plan/slots.py.
 
-Knows slots, links and sizes. Must not know ops, or when anything is due.
+Knows slots, links and sizes. Must not know ops, or the reason of a request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.tools.predict.links import Links
 
 
 class PlayedRequest:
-    """A wish for a copy; entry once it is granted."""
+    """A request for a host copy. `entry` is set when the request is granted."""
 
     __slots__ = ("chunk", "entry", "granted", "kind", "number", "pin")
 
@@ -28,7 +28,7 @@ class PlayedRequest:
 
 
 class _Slots:
-    """As those of an arena, but only counted."""
+    """Counts slots. Has the interface of the slots of an arena."""
 
     def __init__(self, count: int):
         self.count = self.num_free = count
@@ -44,9 +44,9 @@ class _Slots:
 
 
 class PlayedRecords:
-    """As RecordMover. next_uses: distances, by kind. An entry's source is the flag of its read. compresses: what is on NVMe takes fewer bytes.
+    """Simulates RecordMover. next_uses: distance to the next use, by kind. entry.source: flag of a read. compresses: NVMe holds coded bytes.
 
-    A chunk has `index`, `record`, `homes` by kind, and `weights_wanted`: its host copy is worth a slot."""
+    A chunk has `index`, `record`, `homes` by kind, and `weights_wanted`: the host copy of the weights is worth a slot."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class PlayedRecords:
             for kind in KINDS:
                 if chunk.homes[kind].is_host:
                     self.caches[kind].add_resident(chunk, None)
-        self.changed = Flag()  # raised when something changes that somebody may wait for, and then another one
+        self.changed = Flag()  # raised at the next change, and then replaced by a new flag
         self._waiting = Requests()
-        self._reads, self._demands, self._more = deque(), deque(), Flag()  # those that somebody waits for go before the others
+        self._reads, self._demands, self._more = deque(), deque(), Flag()  # demands, which a process waits for, go first
         self._writer = PlayedLane(clock)
         clock.start(self._reader())
 
@@ -156,7 +156,7 @@ class PlayedRecords:
             self.notify()
 
     def notify(self) -> None:
-        """Something that somebody may wait for has changed."""
+        """After a change: grant requests, and wake the processes that wait for a change."""
         self._grant_all()
         changed, self.changed = self.changed, Flag()
         self.clock.happen(changed)

@@ -1,9 +1,9 @@
-"""What a machine has and what its links carry, as one value: measured by `infinity calibrate`, or written by hand for one to be bought.
+"""A machine as a value: memory sizes and rates of links, measured by `infinity calibrate` or written by hand.
 
-Knows names, units and files. Must not know how anything is measured, or what is made of it.
+Knows names, units and files. Must not know how a rate is measured or used.
 
     [machine]
-    devices = 8                      # a node; every other value has its unit in its name
+    devices = 8                      # per node; the other names contain the unit
     device_memory = "141 GB"
     ...
     [[machine.drives]]
@@ -23,63 +23,62 @@ from infinity.errors import ConfigError
 from infinity.sizes import parse_budget, parse_bytes
 from infinity.spelling import nearest
 
-MACHINES = Path(__file__).with_name("machines")  # a file each that comes with the package
+MACHINES = Path(__file__).with_name("machines")  # files of machines in this package
 
 
 @dataclass(frozen=True, kw_only=True)
 class DriveRates:
-    """One drive of a node. Rates in 10^9 bytes a second, None if not measured; `mixed_gbps` of both directions together, 14 reads to 12
-    writes."""
+    """One drive of a node. Rates in 10^9 bytes per second, None if not measured. mixed_gbps: reads plus writes, 14 reads per 12 writes."""
 
     path: str = ""
-    """Swap directory on it, if there is one yet."""
+    """Swap directory on the drive; empty if there is none."""
     read_gbps: float | None = None
     write_gbps: float | None = None
     mixed_gbps: float | None = None
     capacity: int = 0
-    """Bytes that swap may take; 0 for what is not known."""
+    """Bytes for swap files; 0 if unknown."""
     endurance: int = 0
-    """Bytes that may be written in its life (TBW); 0 for what is not known."""
+    """Bytes that may be written in the drive's life (TBW); 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node or several alike. Rates of links in 10^9 bytes a second, each of one device (`h2d_gbps`), of all of a node's
-    devices at once but given of each (`h2d_all_gbps`), or of a node (`host_gbps`). Sizes in bytes, "141 GB" in files. A rate is None
-    if it was not measured, or if `infinity calibrate` found no value that repeats: a file leaves it out."""
+    """One node, or several equal nodes. Sizes in bytes; files may have "141 GB". Rates of links in 10^9 bytes per second. `h2d_gbps`: one
+    device alone. `h2d_all_gbps`: each device while all devices of a node copy. `host_gbps`: a node. A rate is None if it was not measured, or
+    if `infinity calibrate` found no value that repeats. Files leave such a rate out."""
 
     name: str = ""
     nodes: int = 1
     devices: int = 1
-    """Devices a node, one rank each."""
+    """Devices per node, with one rank each."""
     device: str = "cuda"
-    """cuda, or cpu for a node that trains on its processors."""
+    """cuda, or cpu for a node that trains on the CPU."""
     device_memory: int
     device_tflops: float | None = None
-    """10^12 floating-point operations a second that a training step's products reach, of one device."""
+    """10^12 floating-point operations per second of one device in the matrix products of a step."""
     device_update_gparams: float | None = None
-    """10^9 parameters a second that one device updates, records on it."""
+    """10^9 parameters per second that one device updates in device memory."""
     cores: int = 0
-    """Of a node's processors, for the engine's threads; 0 where that is not known."""
+    """Processor cores of a node, for the engine's threads; 0 if unknown."""
     host_memory: int
     host_gbps: float | None = None
-    """What host memory carries, read and written, of all of a node's processors; for people, no prediction needs it."""
+    """Bandwidth of a node's host memory, reads plus writes, for the reader. Predictions do not use this rate."""
     update_gparams: float | None = None
-    """10^9 parameters a second that a node's processors update, by AdamW, records in host memory."""
+    """10^9 parameters per second that a node's processors update in host memory, with AdamW."""
     h2d_gbps: float | None = None
     d2h_gbps: float | None = None
     h2d_all_gbps: float | None = None
     d2h_all_gbps: float | None = None
     gather_gbps: float = 0.0
-    """Of an all-gather over a node's devices: bytes that one device receives a second; 0 where there is one device."""
+    """10^9 bytes per second that one device receives in an all-gather over a node's devices; 0 for one device."""
     network_gbps: float = 0.0
-    """Bytes that a node receives a second from other nodes."""
+    """10^9 bytes per second that a node receives from other nodes."""
     copy_latency_us: float = 10.0
     gather_latency_us: float = 20.0
     op_overhead_us: float = 0.0
-    """What an op costs the training thread: on a CUDA device all of it, since that computes meanwhile; on the CPU what the engine adds."""
+    """Time of the training thread per op. On CUDA the whole time, because the device computes meanwhile. On the CPU only the engine's part."""
     chunk_overhead_us: float = 500.0
-    """What a chunk costs the engine's threads a step, beyond its bytes."""
+    """Time of the engine's threads per chunk and step, beyond the time of the bytes."""
     drives: tuple[DriveRates, ...] = ()
 
     def __post_init__(self):
@@ -89,7 +88,7 @@ class Machine:
             if field.name in ("nodes", "devices") and (type(value) is not int or value < 1):
                 problems.append(f"machine: {field.name}={value!r}: expected a whole number above zero")
             if field.name == "cores" and (type(value) is not int or value < 0):
-                problems.append(f"machine: cores={value!r}: expected a whole number, 0 where it is not known")
+                problems.append(f"machine: cores={value!r}: expected a whole number, 0 if unknown")
             if field.name == "device" and value not in ("cuda", "cpu"):
                 problems.append(f"machine: device={value!r}: expected 'cuda' or 'cpu'")
         problems += _settle(self, "machine", ("device_memory", "host_memory"))
@@ -100,26 +99,26 @@ class Machine:
 
     @property
     def world(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.devices
 
     def require_rates(self) -> None:
-        """Raise ConfigError if a rate is not known that predictions need."""
+        """Raise ConfigError if a rate that predictions need is unknown."""
         fields = {name: getattr(self, name) for name in _names_of_rates(Machine) if name != "host_gbps"}
         for number, drive in enumerate(self.drives):
             fields |= {f"drives[{number}].{name}": getattr(drive, name) for name in _names_of_rates(DriveRates)}
         if missing := [name for name, rate in fields.items() if rate is None]:
             is_one = len(missing) == 1
             raise ConfigError(
-                f"machine: {', '.join(missing)} {'is' if is_one else 'are'} not known: run `infinity calibrate` when nothing else runs there, or "
-                f"write {'a value' if is_one else 'values'} into the file"
+                f"machine: {', '.join(missing)} {'is' if is_one else 'are'} not known: run `infinity calibrate` when nothing else runs there, "
+                f"or write {'a value' if is_one else 'values'} into the file"
             )
         for name, num in (("gather_gbps", self.devices), ("network_gbps", self.nodes)):
             if num > 1 and not getattr(self, name):
-                raise ConfigError(f"machine: {name} is not known: say how many GB/s collectives carry over {self.world} devices")
+                raise ConfigError(f"machine: {name} is not known: give the GB/s of collectives over {self.world} devices")
 
     def total(self, what: str) -> int:
-        """`capacity` or `endurance` of all drives of a node; 0 if that of any is not known."""
+        """`capacity` or `endurance` of all drives of a node; 0 if that of one drive is unknown."""
         each = [getattr(drive, what) for drive in self.drives]
         return sum(each) if all(each) else 0
 
@@ -129,11 +128,11 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path | str) -> Machine:
-        """The machine that a file describes, or one of MACHINES by its name. Raises ConfigError that lists what is wrong or missing."""
+        """The machine in a file, or one of MACHINES by name. Raises ConfigError with all wrong and missing values."""
         if not Path(path).exists() and Path(path).suffix == "":
             names = sorted(file.stem for file in MACHINES.glob("*.toml"))
             if str(path) not in names:
-                raise ConfigError(f"machine {path}: there is no such file, and the machines that come with infinity are {', '.join(names)}")
+                raise ConfigError(f"machine {path}: there is no such file; the machines that come with infinity are {', '.join(names)}")
             path = MACHINES / f"{path}.toml"
         content = config_files.read(path).get("machine")
         if not isinstance(content, Mapping):
@@ -157,7 +156,7 @@ class Machine:
         return cls(**content, drives=tuple(DriveRates(**drive) for drive in drives))
 
     def to_table(self) -> dict:
-        """What `from_table` makes the same machine of. Rates that are not known are left out, and so are times at their defaults."""
+        """The table from which `from_table` makes this machine, without unknown rates and without times that have their defaults."""
 
         def known(value) -> dict:
             fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.name != "drives"]
@@ -167,7 +166,7 @@ class Machine:
 
 
 def _names_of_rates(cls) -> list[str]:
-    """Of fields that may be None."""
+    """Names of the fields that may be None."""
     return [field.name for field in dataclasses.fields(cls) if field.type == "float | None"]
 
 
@@ -175,7 +174,7 @@ _MAY_BE_ZERO = ("gather_gbps", "network_gbps", "_us")
 
 
 def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
-    """Sizes to bytes; rates are checked."""
+    """Convert sizes to bytes, and check rates. Returns the problems."""
     problems = []
     for field in dataclasses.fields(value):
         given, is_number = getattr(value, field.name), field.type.startswith("float")

@@ -1,6 +1,6 @@
-"""The `plan` command: does a model fit a machine, how long will a step take, and what will it wait for.
+"""The `plan` command: whether a model fits a machine, the time of a step, and the waits in the step.
 
-Knows predictions and how they are shown. Must not know how they are made, nor how options are spelled.
+Knows predictions and their output. Must not know how a prediction is made, or the spelling of options.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from infinity.tools.progress import Progress
 
 TITLES = {COMPUTE: "device compute"} | {link: link for link in LINKS}
 DAY_SECONDS = 86400
-# Of the largest model that is looked for: from 10^6 to some 3 * 10^16.
+# Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
 COARSE_CHUNKS = 4000
-MOST_TENSORS = 25_000  # of a model, tiles included: laying out, running and playing it takes about a minute
-COARSEST_SHARE = 16  # a chunk takes no more than this part of a device: several must be there at once
+MOST_TENSORS = 25_000  # of a model with tiles: layout, run and simulation then take about a minute
+COARSEST_SHARE = 16  # a chunk takes at most 1/16 of a device, because several must fit at once
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on the meta device, and how a forward pass of it over one device's batch is run."""
+    """A model on the meta device. run: runs a forward pass over the batch of one device, with `tokens` tokens."""
 
     title: str
     model: nn.Module
@@ -57,13 +57,13 @@ class Subject:
 
 
 def plan(arguments) -> int:
-    """The `plan` command. Exit status 1, with what is short, if the model does not fit."""
+    """The `plan` command. If the model does not fit, the exit status is 1 and the output names the missing memory."""
     check_file(arguments.output, "--output")
     check_plot(arguments.plot, "--plot")
     machine = _machine(arguments)
     if arguments.plot is not None:
         plot_efficiency(machine, arguments.plot)
-    # As `infinity train` does, which is what will run there.
+    # The defaults of `infinity train`.
     default = ("default", {"dtype": "bf16" if machine.device == "cuda" else "fp32"})
     config = Config.layered([default, *command_layers(arguments)])
     with few_tensors():
@@ -73,15 +73,15 @@ def plan(arguments) -> int:
         with Progress() as progress:
             say = functools.partial(progress.show, last=True) if progress.live else lambda text: None
             num = sum(param.numel() for param in subject.model.parameters())
-            with contextlib.suppress(BudgetError):  # which is told once the largest is known; a model in too many parts is told at once
+            with contextlib.suppress(BudgetError):  # require_place raises it again below, once the largest model is known
                 require_place(num, machine, config)
                 cut_to_fit(subject.model, machine, config)
             if not arguments.model:
                 largest = largest_parameters(machine, config, arguments, say)
             require_place(num, machine, config)
-            say(f"{subject.title}: what its ops need")
+            say(f"{subject.title}: recording the ops")
             load = _workload(subject, recompute=not arguments.keep_activations)
-            say("some steps, played")
+            say("simulating some steps")
             prediction = predict(subject.model, load, machine, config)
     except BudgetError as error:
         text = f"{subject.title}\ndoes not fit {_title(machine)}: {error}"
@@ -95,7 +95,7 @@ def plan(arguments) -> int:
 
 
 def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, dtype: str) -> Subject:
-    """A GPT by its sizes; batch: sequences a device."""
+    """A GPT with these sizes. batch: sequences per device."""
     try:
         with torch.device("meta"), _NothingDrawn():
             model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
@@ -103,12 +103,12 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, 
     except RuntimeError as error:
         raise ConfigError(f"hidden {hidden}, vocab {vocab}, batch {batch} x {seq} tokens: {error}; choose smaller sizes") from None
     num = sum(param.numel() for param in model.parameters())
-    title = f"GPT of {_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens a device, {dtype}"
+    title = f"GPT of {_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens per device, {dtype}"
     return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Initialisers leave alone what has no values anyway: they take most of the time of building a model on the meta device."""
+    """Skips initialisers: tensors on the meta device have no values, and initialisers would take most of the time."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", None) == nn.init.__name__:
@@ -117,13 +117,15 @@ class _NothingDrawn(TorchFunctionMode):
 
 
 def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
-    """A model of transformers, by its config.json: of the class that it names, else a causal language model, else what has no head. Raises
-    UsageError without that package, ConfigError for what it cannot make."""
+    """A transformers model from config.json. Takes the class that the file names, or a causal language model, or a model without a head.
+
+    Raises UsageError without the package transformers, and ConfigError if transformers cannot create the model.
+    """
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
         state = "is no ordinary file" if path.exists() else "does not exist"
-        raise ConfigError(f"--model: {path} {state}; name the config.json of a model of transformers, or the folder that it is in")
+        raise ConfigError(f"--model: {path} {state}; name the config.json of a transformers model, or its folder")
     try:
         import transformers
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -138,18 +140,18 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
         with torch.device("meta"):
             model = make(found, dtype=TORCH_DTYPES[dtype])
         inputs = _inputs(model, found, seq, batch, dtype)
-    except Exception as error:  # of another package, on a file of anybody's
+    except Exception as error:  # any error of transformers, on any file
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can make") from None
+        raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can create") from None
     num = sum(param.numel() for param in model.parameters())
-    title = f"{type(model).__name__} of {_count(num)} parameters: {batch} x {seq} tokens a device, {dtype}"
+    title = f"{type(model).__name__} of {_count(num)} parameters: {batch} x {seq} tokens per device, {dtype}"
 
     def run():
         try:
             return model(**inputs)
-        except RuntimeError:  # of sizes
+        except RuntimeError:  # about sizes: _workload reports it
             raise
-        except Exception as error:  # of another package
+        except Exception as error:  # any error of the model's code
             first = (str(error).splitlines() or [type(error).__name__])[0]
             what = f"--model {path}: {type(model).__name__} does not run on {', '.join(inputs)}: {first}"
             raise ConfigError(f"{what}; name a model of text, images or sound, or give --hidden and --layers") from None
@@ -158,8 +160,10 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
 
 
 def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:
-    """What a model of transformers is trained on, by the names that its forward has: `seq` tokens, of sound as many as make about so many
-    frames, and images of the size that the model is made for. Labels where they are tokens."""
+    """Training inputs of a transformers model, by the argument names of `forward`: `seq` tokens, sound of about `seq` frames, or images.
+
+    Images have the size in the model's config. Models of tokens also get labels.
+    """
     names = inspect.signature(model.forward).parameters
     main = model.main_input_name
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
@@ -184,7 +188,7 @@ def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:
 
 @dataclass(frozen=True)
 class Largest:
-    """Parameters of the largest GPT that fits, to a fifth. is_most: larger ones do not; else they have more tensors than are planned."""
+    """Parameters of the largest GPT that fits, within a fifth. is_most: a larger GPT does not fit. Otherwise it has too many tensors."""
 
     parameters: int
     is_most: bool
@@ -194,7 +198,7 @@ class Largest:
 
 
 def largest_parameters(machine: Machine, config: Config, arguments, say: Callable[[str], None] = lambda text: None) -> Largest | None:
-    """The largest GPT that fits; None if none does, or a drive's capacity is not known."""
+    """The largest GPT that fits. None if no GPT fits, or if the capacity of a drive is unknown."""
     if machine.drives and not machine.total("capacity"):
         return None
     batch, seq, is_most = arguments.batch, arguments.seq, True
@@ -225,7 +229,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
-        saved = saved * DTYPE_NBYTES[STORAGES[config.dtype].compute] // 2 + batch * seq * arguments.vocab * 8  # logits, in 16 bits and fp32, and their gradient
+        saved = saved * DTYPE_NBYTES[STORAGES[config.dtype].compute] // 2 + batch * seq * arguments.vocab * 8  # logits and their gradients
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
@@ -234,7 +238,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
             return None
         return sum(param.numel() for param in subject.model.parameters())
 
-    # To lay a model out takes a second or two, and what limits it is mostly the room that has been compared by then: so from above.
+    # A layout takes one or two seconds. The limit is mostly the total memory, which has_place compares. So the search begins at the top.
     least, most, stride, found = -1, bisect.bisect(range(NUM_STEPS), 0, key=lambda step: not has_place(step)), 1, None
     while most - least > 1:
         middle = max(least + 1, most - stride) if found is None else (least + most) // 2
@@ -248,7 +252,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
 
 
 def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
-    """Raise BudgetError for a model whose records alone are more than all memory and all drives hold, however they are laid out."""
+    """Raise BudgetError if the records need more bytes than all memories and drives have, in any layout."""
     needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.optimizer_state_dtype)).nbytes
     if machine.drives and not machine.total("capacity"):
         return
@@ -260,7 +264,7 @@ def require_place(num_parameters: int, machine: Machine, config: Config) -> None
 
 
 def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
-    """Tile what the engine would tile. Raises TooManyTensors."""
+    """Tile the layers that the engine would tile. Raises TooManyTensors."""
     budget = auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
     itemsize = DTYPE_NBYTES[STORAGES[config.dtype].compute]
     above, tile = tile_limits(config.tile_above, budget)
@@ -268,23 +272,23 @@ def cut_to_fit(model: nn.Module, machine: Machine, config: Config) -> None:
     rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]
     num = sum(math.ceil(num_rows / max(1, tile // (num_columns * itemsize))) for num_rows, num_columns in rows)
     if num > MOST_TENSORS:
-        raise TooManyTensors(f"its large layers have {num:,} tiles of at most {format_bytes(tile)}")
+        raise TooManyTensors(f"the large layers have {num:,} tiles of at most {format_bytes(tile)}")
     with few_tensors():
         tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=itemsize)
 
 
 class TooManyTensors(ConfigError):
-    """A model in more parts than a plan is made of in reasonable time."""
+    """A model with too many tensors for a plan in reasonable time."""
 
     def __init__(self, what: str):
         super().__init__(
-            f"{what}; a plan is made of at most {MOST_TENSORS:,} tensors: choose fewer layers, or with larger devices or tile_above, larger tiles"
+            f"{what}; a plan may have at most {MOST_TENSORS:,} tensors: choose fewer layers, or larger tiles by larger devices or tile_above"
         )
 
 
 @contextlib.contextmanager
 def few_tensors() -> Iterator[None]:
-    """What is built inside has at most MOST_TENSORS parameters, or TooManyTensors is raised while it is built."""
+    """A context that raises TooManyTensors as soon as code inside registers more than MOST_TENSORS parameters."""
     num = 0
 
     def count(module, name, param):
@@ -301,7 +305,7 @@ def few_tensors() -> Iterator[None]:
 
 
 def plot_efficiency(machine: Machine, path: Path) -> None:
-    """Efficiency against bandwidth, at this machine's peak: figure 3 of the ZeRO-Infinity paper."""
+    """Draw the efficiency by bandwidth at this machine's peak, as in figure 3 of the ZeRO-Infinity paper."""
     plt = pyplot()
     peak, seq = machine.device_tflops * 1e12, 1024
     panels = [
@@ -319,11 +323,11 @@ def plot_efficiency(machine: Machine, path: Path) -> None:
             if gbps:
                 axis.axvline(gbps, color="grey", linestyle=":", linewidth=1)
                 axis.text(gbps, 98, name, rotation=90, fontsize=8, color="grey", va="top", ha="right")
-        axis.set(xscale="log", xlabel="GB/s a device", title=title, ylim=(0, 100), xlim=(0.1, 1e4))
+        axis.set(xscale="log", xlabel="GB/s per device", title=title, ylim=(0, 100), xlim=(0.1, 1e4))
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of peak, %")
-    figure.suptitle(f"Efficiency if nothing overlaps, sequence {seq}, {machine.device_tflops:.0f} TFLOP/s a device")
+    figure.suptitle(f"Efficiency without overlap, sequence {seq}, {machine.device_tflops:.0f} TFLOP/s per device")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -337,7 +341,7 @@ def _machine(arguments) -> Machine:
         path = Path(config_files.DEFAULT_NAME)
         if not path.is_file() or "machine" not in config_files.read(path):
             raise ConfigError(
-                f"which machine? Measure this one with `infinity calibrate DIR...`, which writes {path}, or name a file: --machine FILE"
+                f"no machine is given: measure this one with `infinity calibrate DIR...`, which writes {path}, or name a file: --machine FILE"
             )
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
@@ -348,15 +352,15 @@ def _machine(arguments) -> Machine:
 def _subject(arguments, config: Config) -> Subject:
     if arguments.model is not None:
         if given := [name for name in ("params", "hidden", "layers", "heads") if getattr(arguments, name)]:
-            raise ConfigError(f"--model has sizes of its own; leave out --{given[0]}")
+            raise ConfigError(f"--model defines the sizes; leave out --{given[0]}")
         return hugging_face(arguments.model, arguments.seq, arguments.batch, config.dtype)
     hidden, layers = arguments.hidden, arguments.layers
     if arguments.params is not None:
         if hidden or layers:
-            raise ConfigError("--params chooses the sizes; leave out --hidden and --layers, or give both of them alone")
+            raise ConfigError("--params chooses the sizes; leave out --hidden and --layers, or give only these two")
         hidden, layers = formulas.gpt_size(arguments.params)
     elif not (hidden and layers):
-        raise ConfigError("which model? Give --params 7B, or --hidden and --layers, or --model config.json")
+        raise ConfigError("no model is given: use --params 7B, or --hidden and --layers, or --model config.json")
     heads = arguments.heads or _num_heads(hidden)
     if hidden % heads:
         raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; choose one that does")
@@ -366,12 +370,12 @@ def _subject(arguments, config: Config) -> Subject:
 def _workload(subject: Subject, *, recompute: bool) -> Workload:
     try:
         return workload(subject.model, subject.run, tokens=subject.tokens, recompute=recompute)
-    except RuntimeError as error:  # sizes of activations that no number holds
+    except RuntimeError as error:  # the sizes of activations overflow
         raise ConfigError(f"{subject.title}: {str(error).splitlines()[0]}; choose a smaller batch or sequence") from None
 
 
 def _num_heads(hidden: int) -> int:
-    """Of about 128 elements each."""
+    """The number of heads with about 128 elements each."""
     most = max(1, hidden // 128)
     return next(heads for heads in range(most, 0, -1) if hidden % heads == 0)
 
@@ -382,7 +386,7 @@ def _num_heads(hidden: int) -> int:
 def _report(prediction: Prediction, largest: Largest | None) -> dict:
     machine, simulation = prediction.machine, prediction.simulation
     num = prediction.layout.num_parameters
-    nums = {link: num if link in ("all_gather", "reduce_scatter") else num / machine.world for link in TITLES}  # a rank's share of the others
+    nums = {link: num if link in ("all_gather", "reduce_scatter") else num / machine.world for link in TITLES}  # others: a rank's share
     written = simulation.nbytes["nvme_write"] * machine.world / simulation.step_seconds * DAY_SECONDS
     endurance = machine.total("endurance") * machine.nodes
     return {
@@ -417,13 +421,13 @@ def _report(prediction: Prediction, largest: Largest | None) -> dict:
 def _text(subject: Subject, prediction: Prediction, report: dict, largest: Largest | None) -> str:
     machine, links = prediction.machine, report["links"]
 
-    names = {DEVICE: "a device", HOST: "a node's host, pinned", NVME: "a node's drives"}
+    names = {DEVICE: "device, each", HOST: "pinned host, per node", NVME: "drives, per node"}
     if machine.device == "cpu":
-        names |= {DEVICE: "of it, a device", HOST: "a node's memory"}
+        names |= {DEVICE: "of it, each device", HOST: "memory, per node"}
     memory = []
     for tier in (HOST, DEVICE, NVME) if machine.device == "cpu" else names:
         need = prediction.memory[tier]
-        there = "not known" if need.there is None else format_bytes(need.there) if need.there else "-"
+        there = "unknown" if need.there is None else format_bytes(need.there) if need.there else "-"
         memory.append([names[tier], format_bytes(need.needed), there])
     rows = [
         [
@@ -440,12 +444,12 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
     lines = [
         f"model     {subject.title}",
         f"machine   {_title(machine)}",
-        f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each cut over {machine.world} rank(s)"
+        f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each sharded over {machine.world} rank(s)"
         f"{', compressed on NVMe' if report['compresses_nvme'] else ''}",
         "",
-        table(["memory", "needed", "there"], memory),
+        table(["memory", "needed", "available"], memory),
         "",
-        table(["a rank's step", "bytes", "a parameter", "seconds", "busy", "waited for"], rows),
+        table(["step of a rank", "bytes", "per parameter", "seconds", "busy", "waited for"], rows),
         "",
         f"step      {report['step_seconds']:.3g} s predicted, {report['tokens_per_second']:,.0f} tokens/s; longest: "
         f"{TITLES[report['bottleneck']]}; floating-point operations alone {report['compute_seconds']:.3g} s ({_percent(share)})",
@@ -455,19 +459,19 @@ def _text(subject: Subject, prediction: Prediction, report: dict, largest: Large
         lines.append(f"largest   a GPT of {largest} parameters fits this machine")
     if report["written_bytes_per_day"]:
         worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
-        lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB a day written{worn}")
+        lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB written per day{worn}")
     return "\n".join(lines)
 
 
 def when_hidden(prediction: Prediction) -> str:
-    """From how many tokens a step on, in one micro-batch or in several by layer, and in several one after the other."""
+    """The number of tokens per step that hides all transfers, by layer and with micro-batches one after the other, in words."""
     now, by_layer, in_turn = prediction.workload.tokens, prediction.hiding_tokens, prediction.hiding_tokens_in_turn
     if not by_layer:
-        return "nothing moves that compute would have to hide"
-    text = f"compute hides every transfer from {by_layer:,.0f} tokens a step and device on (now {now:,})"
+        return "the step has no transfers to hide"
+    text = f"compute hides every transfer from {by_layer:,.0f} tokens per step and device on (now {now:,})"
     if by_layer > now:
-        loop = f"from {in_turn:,.0f}" if math.isfinite(in_turn) else "with no number"
-        text += f"; in micro-batches of {now:,} accumulated by layer; {loop} of them one after the other"
+        loop = f"from {in_turn:,.0f} tokens on" if math.isfinite(in_turn) else "with no number of tokens"
+        text += f", in micro-batches of {now:,} with infinity.accumulate; with micro-batches one after the other, {loop}"
     return text
 
 
@@ -477,7 +481,7 @@ def _title(machine: Machine) -> str:
 
 
 def _percent(share: float) -> str:
-    """0% stands for nothing at all."""
+    """A share in percent. 0% means exactly zero."""
     return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 

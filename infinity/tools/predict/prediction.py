@@ -1,4 +1,4 @@
-"""What a step of a model will take on a machine: the engine's own layout and placement, and a simulation of its run.
+"""The prediction of a model's step on a machine: layout and placement by the engine's own code, and a simulation of steps.
 
 Knows models (on the meta device), configurations and machines. Must not know command lines or how results are shown.
 """
@@ -33,7 +33,7 @@ from infinity.tools.predict.workload import Workload
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of a tier that a run takes, `activations` of them for activations, and those that are there, None where that is not known."""
+    """Bytes of a tier. needed: for the run, of which `activations` are for activations. there: of the machine, None if unknown."""
 
     needed: int
     there: int | None
@@ -42,8 +42,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank. spans_on_device: whose records are on the device. twice: a step of two micro-batches, one after the other, where one does
-    not hide every transfer. compresses_nvme: what is on NVMe takes fewer bytes."""
+    """The prediction for one rank. spans_on_device: spans with records on the device. compresses_nvme: NVMe holds coded bytes.
+
+    twice: a step with two micro-batches, one after the other; None if one micro-batch hides every transfer."""
 
     layout: Layout
     records: Sequence[Record]
@@ -65,25 +66,27 @@ class Prediction:
 
     @property
     def memory(self) -> dict[Tier, Need]:
-        """What each tier must hold, and holds."""
+        """Needed and existing bytes of each tier."""
         return memory(self.placement, self.simulation.peak_device_nbytes, self.workload.saved_nbytes, self.machine)
 
     @property
     def bottleneck(self) -> str:
-        """The link that is busy longest."""
+        """The link with the longest busy time."""
         return max(self.simulation.busy_seconds, key=self.simulation.busy_seconds.get)
 
     @property
     def hiding_tokens(self) -> float:
-        """Tokens a step and rank at which compute takes as long as the longest link, where bytes do not depend on them: of one micro-batch,
-        or of several that are accumulated by layer."""
+        """Tokens per step and rank at which compute takes as long as the longest link.
+
+        This holds for one micro-batch, and for several accumulated by layer: their transfers do not depend on the number of tokens."""
         longest = max(self._seconds(self.simulation).values())
         return self.workload.tokens * longest / self.compute_seconds if self.compute_seconds else 0.0
 
     @property
     def hiding_tokens_in_turn(self) -> float:
-        """The same of as many micro-batches as it takes, one after the other, each of which fetches what is not kept. Infinite where a link
-        needs longer for that than compute for a micro-batch."""
+        """The same for micro-batches one after the other: each micro-batch fetches again all data that was not kept.
+
+        Infinite if a link needs more time for this than compute for a micro-batch."""
         found, compute = self.hiding_tokens, self.compute_seconds
         twice = self._seconds(self.twice) if self.twice is not None else {}
         for link, seconds in self._seconds(self.simulation).items() if twice else ():
@@ -93,7 +96,7 @@ class Prediction:
         return found
 
     def _seconds(self, simulation: Simulation) -> dict[str, float]:
-        """The least that each link needs for a step's bytes, the drives by what they read, write, and do of both."""
+        """Seconds of each link for the bytes of a step. The drives count by reads, by writes, and by both."""
         seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nvme_read", "nvme_write")}
         read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nvme_read", "nvme_write"))
         for what, nbytes in (("read", read), ("write", written), ("mixed", read + written)):
@@ -102,13 +105,13 @@ class Prediction:
 
 
 def predict(model: nn.Module, workload: Workload, machine: Machine, config: Config) -> Prediction:
-    """Raises BudgetError where something does not fit: `Prediction.memory` of what is returned fits. Raises ConfigError for a machine whose
-    rates are not known."""
+    """Raises BudgetError if a tier is too small; all tiers of the returned Prediction are large enough. Raises ConfigError if a rate of the
+    machine is unknown."""
     machine.require_rates()
     layout, records, placement, on_device = arrangement(model, workload, machine, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     seconds = [count / (machine.device_tflops * 1e12) for count in flops]
-    first = len(workload.ops)  # of backward
+    first = len(workload.ops)  # position where backward begins
     step = Step(uses, seconds, grads, first, _is_deferred(config), config.residency == "auto")
     compresses_nvme = placement.compression_nbytes > 0
 
@@ -125,8 +128,8 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
 
 
 def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine: Machine) -> dict[Tier, Need]:
-    """What a device, and the host and the drives of a node must hold, and hold. device_nbytes, saved_nbytes: of the engine on a device, and
-    of activations. Where the device is the node's processors, its part and activations are in the node's memory, too."""
+    """Needed and existing bytes of a device, and of a node's host memory and drives. device_nbytes: of the engine on a device. saved_nbytes:
+    of activations. If the device is the CPU, both also count in the node's memory."""
     on_device, in_host, saved = device_nbytes + saved_nbytes, placement.host_nbytes, 0
     if machine.device == "cpu":
         on_device, in_host, saved = device_nbytes, in_host + on_device, saved_nbytes * machine.devices
@@ -138,22 +141,22 @@ def memory(placement: Placement, device_nbytes: int, saved_nbytes: int, machine:
 
 
 def require(tier: Tier, need: Need) -> None:
-    """Raise BudgetError for what does not fit."""
+    """Raise BudgetError if the tier is too small."""
     if need.there is None or need.needed <= need.there:
         return
     if not need.there:
-        raise BudgetError(f"{tier}: {format_bytes(need.needed)} a node need a drive, and the machine has none")
+        raise BudgetError(f"{tier}: {format_bytes(need.needed)} per node need a drive, but the machine has none")
     field, where, remedy = {
         DEVICE: ("device_memory", "a device has", "lower the batch, the sequence or device_memory"),
         HOST: ("host_memory", "the machine has", "lower the batch, the sequence, host_memory or device_memory"),
         NVME: (NVME.name, "a node's drives have", "raise host_memory or device_memory"),
     }[tier]
-    of_them = f", of them {format_bytes(need.activations)} for activations" if need.activations else ""
-    raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, and {where} {format_bytes(need.there)}: {remedy}")
+    of_them = f" ({format_bytes(need.activations)} for activations)" if need.activations else ""
+    raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, but {where} {format_bytes(need.there)}: {remedy}")
 
 
 def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
-    """Whether a node with so many parameters compresses what is on NVMe."""
+    """Whether a node with so many parameters compresses records on NVMe."""
     rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
     return may_compress(config, machine.device, num_parameters) and compression.pays(config.compression, rate, num_cores)
 
@@ -161,10 +164,10 @@ def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
 def arrangement(
     model: nn.Module, workload: Workload, machine: Machine, config: Config
 ) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
-    """Layout, records of a rank, their placement, and the spans whose records are on the device. Raises BudgetError, and
-    ConfigError for activations that leave the device, which are not played."""
+    """Layout, records of a rank, placement, and the spans with records on the device. Raises BudgetError, and ConfigError for activations that
+    leave the device: the simulation does not support them."""
     if leaves_device(config.activation_tier):
-        raise ConfigError(f"activation_tier={config.activation_tier!r}: predictions keep them on the device; leave it out")
+        raise ConfigError(f"activation_tier={config.activation_tier!r}: predictions support activations on the device only; leave it out")
     share = machine.devices
     host = machine.host_memory // share
     if config.host_memory == "auto":
@@ -173,7 +176,7 @@ def arrangement(
         host_budget = config.host_memory
         if host_budget > host:
             given, there = format_bytes(host_budget), format_bytes(host)
-            raise BudgetError(f"host_memory={given} a rank is more than the machine has: {there} for each of {share}")
+            raise BudgetError(f"host_memory={given} per rank is more than the machine has: {there} for each of {share} ranks")
     free = machine.device_memory
     if machine.device == "cuda":
         free = int(free * (1 - SLACK)) - workload.saved_nbytes
@@ -198,12 +201,12 @@ def arrangement(
         compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
     least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
-    for tier in (HOST, NVME):  # the device's budget is within its memory
+    for tier in (HOST, NVME):  # the device budget is never above device memory
         require(tier, least[tier])
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]].is_device)
     nbytes_of = [span.nbytes for span in layout.spans]
-    if not all(home.is_device for home in homes):  # as DeviceBudget.redivide, after the first step
+    if not all(home.is_device for home in homes):  # like DeviceBudget.redivide after the first step
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if planner.records_may_visit(weights=choice_of(config.param_tier), states=choice_of(config.optimizer_state_tier), keep=config.residency == "auto"):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
@@ -213,14 +216,14 @@ def arrangement(
             on_device += tuple(span for span, _ in visiting)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
             stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
-            gradients = tuple(HOST if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # nor on NVMe
+            gradients = tuple(HOST if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # none on NVMe
             homes = placement.homes | {GRADIENTS: gradients}
             placement = dataclasses.replace(placement, homes=homes, fixed_nbytes=placement.fixed_nbytes + taken)
     return layout, records, placement, on_device
 
 
 def auto_device_nbytes(machine: Machine) -> int:
-    """What an engine plans with before it has measured activations, as `sizing.budgets`; a CPU machine's is given as such."""
+    """Device memory that an engine plans with before it has measured activations, as in `sizing.budgets`. On the CPU, device_memory."""
     return int(machine.device_memory * DEVICE_SHARES["cuda"]) if machine.device == "cuda" else machine.device_memory
 
 

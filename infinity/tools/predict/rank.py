@@ -1,6 +1,6 @@
-"""One rank, played: what its spans, chunks and lanes do in a step, by the functions of `plan` that the engine asks, too.
+"""Simulates one rank: spans, chunks and lanes in a step, with the functions of `plan` that the engine calls.
 
-Knows what the engine knows of a chunk, and no bytes. Must not know when a step is over, or how its time is told.
+Knows the engine's data about a chunk, but no bytes. Must not know when a step is over, or how its time is shown.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from infinity.tools.predict.links import LINKS, Links
 
 @dataclass(frozen=True)
 class Step:
-    """What a step does on a rank. uses: the trace. seconds: of compute, by position. gradients: parameters whose gradients are
-    complete after a position. backward: the first position that is no forward. deferred: updates follow step()."""
+    """The work of a step on a rank. uses: the trace. seconds: of compute, by position. gradients: parameters whose gradients are complete
+    after a position. backward: the first position after forward. deferred: updates follow step()."""
 
     uses: Sequence[Use]
     seconds: Sequence[float]
@@ -35,7 +35,7 @@ class Step:
 
 
 class PlayedChunk:
-    """As ChunkState, of what is played."""
+    """The part of ChunkState that the simulation needs."""
 
     def __init__(self, index: int, span: PlayedSpan, record: Record, homes: dict[str, Tier], trainable: bool, nbytes: int, num_params: int):
         self.index = index
@@ -43,9 +43,9 @@ class PlayedChunk:
         self.record = record
         self.homes = homes
         self.trainable = trainable
-        self.nbytes = nbytes  # of all ranks' weights
+        self.nbytes = nbytes  # of the weights of all ranks
         self.num_params = num_params
-        self.request: PlayedRequest | None = None  # of its last copy
+        self.request: PlayedRequest | None = None  # of the last copy
         self.copied = self.gathered = self.gradient = self.updating = Flag(True)
         self.pending = self.update_expected = self.weights_expected = False
         self.has_gradient = self.updated = self.reduced = self.received = self.behind = False
@@ -66,7 +66,7 @@ class PlayedSpan:
 
 
 class Rank:
-    """What all that is played of a rank shares: spans, chunks, the plan and where in it the step is, links, and host copies."""
+    """The shared parts of a simulated rank: spans, chunks, the plan with the current position, links, and host copies."""
 
     def __init__(
         self, layout: Layout, records, placement: Placement, step: Step, links: Links, on_device: frozenset[int], compresses: bool
@@ -101,7 +101,7 @@ class Rank:
         return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
-        """As ChunkUpdates._may_wait."""
+        """Like ChunkUpdates._may_wait."""
         return not chunk.homes[GRADIENTS].is_storage or self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def begin_step(self) -> None:
@@ -110,7 +110,7 @@ class Rank:
         self.release()
 
     def hold(self, use: Use) -> None:
-        """An op begins."""
+        """An op begins and holds spans."""
         self.route.cursor.advance(use.key)
         self.held = frozenset({*use.spans, *use.held})
 
@@ -118,7 +118,7 @@ class Rank:
         self.held = frozenset()
 
     def wait(self, link: str, *flags: Flag):
-        """The training thread waits."""
+        """The training thread waits for the flags. The time counts as a stall of the link."""
         start = self.clock.now
         yield from flags
         self.stalls[link] += self.clock.now - start
@@ -128,7 +128,7 @@ class Rank:
         self.used -= span.nbytes
 
     def _completions(self) -> dict[int, list[int]]:
-        """Chunks whose gradients are complete after a position: it follows from the ops, as reductions and updates do in the engine."""
+        """Chunks whose gradients are complete after a position. The ops decide this, as they decide reductions and updates in the engine."""
         left = {chunk.index: {piece.param for piece in chunk.pieces} for chunk in self.layout.chunks if chunk.trainable}
         complete: dict[int, list[int]] = {}
         for position, params in enumerate(self.step.gradients):
@@ -171,7 +171,7 @@ class Rank:
 
 
 class Updates:
-    """Gradients on their way to host memory, and updates: as gradients.py, updates.py and what of the steps decides about them."""
+    """Simulates gradients on their way to host memory, and updates: gradients.py, updates.py, and the decisions in engine/steps."""
 
     def __init__(self, rank: Rank, gg: PlayedLane):
         self.rank, self.gg = rank, gg
@@ -258,7 +258,7 @@ class Updates:
                     chunk.pending, chunk.update_expected = True, False
                 else:
                     self.begin(chunk)
-                self.rank.num_updates_begun += 1  # only now: what it asked for is nobody's victim in between
+                self.rank.num_updates_begun += 1  # counted only now: until then the requested record must not look like a victim
 
     def _make_stale(self, chunk: PlayedChunk) -> None:
         if not chunk.span.pinned and chunk.span.presence != "away":
@@ -272,7 +272,7 @@ class Updates:
         there = (gradient, weights.granted, states.granted, copied)
         gradient_stays = not chunk.homes[GRADIENTS].is_storage
         if gradient.raised:
-            self.records.request(chunk, GRADIENTS, pin=False)  # it may have left for NVMe
+            self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
         self._users.append(gradient)
         chunk.updating = self.lane.push(
             self._run_update(chunk, weights, states, gradient, copied),
@@ -312,7 +312,7 @@ class Updates:
     def finish_step(self):
         rank = self.rank
         for chunk in rank.chunks:
-            if rank.layout.partition.is_shared and chunk.trainable and not chunk.reduced:  # what was complete only after the last op
+            if rank.layout.partition.is_shared and chunk.trainable and not chunk.reduced:  # gradients that were complete only after the last op
                 self.reduce(chunk)
             chunk.reduced = False
         self.update_waiting()
@@ -332,14 +332,14 @@ class Updates:
 
 
 class Weights:
-    """Weights on their way to the ops: as weights.py. Its methods give how many chunks were fetched."""
+    """Simulates weights on their way to the ops: weights.py. The methods return the number of fetched chunks."""
 
     def __init__(self, rank: Rank, updates: Updates, cg: PlayedLane, gg: PlayedLane):
         self.rank, self.updates, self.cg, self.gg = rank, updates, cg, gg
         self.records, self.links, self.route = rank.records, rank.links, rank.route
 
     def issue(self, start: int):
-        """The plan's actions from one on, up to the next Run."""
+        """Carry out the plan's actions from number `start` up to the next Run."""
         spans, chunks, num_fetched = self.rank.spans, self.rank.chunks, 0
         for number in range(start, len(self.route.actions)):
             match self.route.actions[number]:
@@ -365,7 +365,7 @@ class Weights:
         return num_fetched
 
     def bring(self, span: PlayedSpan):
-        """What an op needs now."""
+        """Bring a span that an op needs now."""
         num_fetched = 0
         if span.presence == "away":
             num_fetched = yield from self._copy(span, needed=True)

@@ -1,18 +1,18 @@
-"""A training run by a virtual clock: the engine's plan, slots and order of work over links of given speed.
+"""Simulates a training run on a virtual clock: the engine's plan, slots and order of work, over links of given rates.
 
-Takes the plan that the engine itself would follow, a placement by the same planner, and a machine; gives times, what was waited
-for, and memory. Pure: knows no torch, thread or file. It plays one rank; all ranks do the same at the same time.
+The inputs are the engine's plan, a placement by the engine's planner, and a machine. The results are times, waits and memory. Pure: knows no
+torch, thread or file. Simulates one rank, because all ranks do the same at the same time.
 """
 
-# [Note: what is played]
-# What is decided, the engine decides and this asks the same functions of `plan`: what is fetched when (schedule.py), how far away
-# everything is (route.py), who is granted a slot and whose (slots.py), when an update runs. What is done is played by one generator a
-# lane: in rank.py weights (cg, gg), gradients (gc, rs) and updates, in host.py reads and writes, here the training thread. A generator
-# yields work on a link, or a flag that somebody else will raise. Work that is under way on several links at a time shares what these have
-# in common: a drive gives reads and writes together its mixed rate, updates and copies share host memory, and on a machine whose device
-# is its processors all but the drives takes its part of these.
-# Not played: routes that differ from step to step, activations that leave the device, parts of gradients that leave it together,
-# faults. Every op takes its operations by the device's rate, whatever its shape.
+# [Note: the simulated engine]
+# Decisions come from the functions of `plan` that the engine calls: the order of fetches (schedule.py), the distance to the next use
+# (route.py), grants of slots and their victims (slots.py), and the time of an update (schedule.py). One generator per lane simulates the
+# work. rank.py has weights (cg, gg), gradients (gc, rs) and updates, host.py has reads and writes, this file has the training thread. A
+# generator yields work on a link, or a flag that another generator raises. Links that work at the same time share capacity. A drive that
+# reads and writes has the mixed rate. Updates and copies share host memory. If the device is the CPU, all links except the drives share the
+# processors.
+# Not simulated: routes that differ from step to step, activations that leave the device, parts of gradients that leave the device together,
+# faults. Every op runs at the device's rate, whatever its shape.
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from infinity.tools.predict.rank import Rank, Step, Updates, Weights
 
 @dataclass
 class Simulation:
-    """What came of it, of the last step: seconds, seconds that the training thread waited for each link, bytes (half of those of the last
-    two steps, which may put off different updates) and busy seconds of each link, the most bytes of device memory held by the engine, and all
-    the work, from the step's beginning on."""
+    """The results of the last step. stall_seconds: waits of the training thread for each link. nbytes: mean of the last two steps, because two
+    steps may put off different updates. peak_device_nbytes: the engine's peak. works: all work, in seconds since the start of the step."""
 
     step_seconds: float = 0.0
     stall_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LINKS, 0.0))
@@ -56,13 +55,13 @@ def simulate(
     on_device: Iterable[int] = (),
     compresses: bool = False,
 ) -> Simulation:
-    """Play steps until they take as long as the one before, to a hundredth; the last one counts. records: of the rank. on_device: spans
-    whose records are on the device. compresses: what is on NVMe takes fewer bytes. Raises ConfigError for ranks without collectives."""
+    """Simulate steps until two steps in a row differ by at most 1 %. The last step counts. records: of the rank. on_device: spans with records
+    on the device. compresses: NVMe holds coded bytes. Raises ConfigError if a rate is unknown, such as that of collectives."""
     return _Training(Rank(layout, records, placement, step, Links(machine, layout.partition.world), frozenset(on_device), compresses)).run()
 
 
 class _Training:
-    """The training thread: steps, and in each its ops."""
+    """Simulates the training thread: steps, and the ops of each step."""
 
     def __init__(self, rank: Rank):
         self.rank, self.clock, self.step = rank, rank.clock, rank.step
@@ -76,7 +75,7 @@ class _Training:
         rank = self.rank
         self.clock.start(self._train())
         self.clock.run()
-        assert self.is_over, "the simulated engine waits for what never comes"
+        assert self.is_over, "the simulated engine waits for a flag that no process raises"
         before, start, end = self.starts[-3:]
         found = Simulation(end - start, rank.stalls, peak_device_nbytes=rank.peak + rank.placement.fixed_nbytes)
         found.host_nbytes = rank.placement.host_nbytes
@@ -100,7 +99,7 @@ class _Training:
         self.is_over = True
 
     def _is_steady(self) -> bool:
-        """Whether the last two steps took the same time; it takes some steps until writes are as much behind as they will be."""
+        """Whether the last two steps took the same time. Writes need some steps until their delay is steady."""
         seconds = [end - start for start, end in zip(self.starts, self.starts[1:])]
         alike = len(seconds) >= LEAST_STEPS and abs(seconds[-1] - seconds[-2]) <= STEADY * seconds[-1]
         return alike or len(seconds) >= MOST_STEPS
@@ -121,6 +120,6 @@ class _Training:
                 num_fetched += yield from self.weights.bring(rank.spans[index])
             num_complete = len(rank.complete.get(position, ()))
             yield ("compute", rank.links.compute_seconds(step.seconds[position], num_fetched, num_complete), use.key, 0)
-            rank.release()  # what encloses it is held again when the next op begins
+            rank.release()  # the next op holds the spans of enclosing modules again
             yield from self.updates.gradients_arrive(position)
         yield from self.updates.finish_step()

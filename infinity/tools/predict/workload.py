@@ -1,7 +1,6 @@
-"""What one step of a model asks for: its ops in order, with the parameters, operations and activations of each.
+"""The work of one step of a model: the ops in order, with the parameters, operations and activations of each.
 
-Knows modules, found by running the model once on the meta device, where tensors have shapes and no bytes. Must not know tiers,
-links or time.
+Runs the model once on the meta device, where tensors have shapes but no bytes. Must not know tiers, links or time.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from infinity.model.leaf_modules import is_leaf
 from infinity.model.tiled_layers import Tiled
 from infinity.plan.schedule import Use
 
-BACKWARD_FLOPS = 2  # times those of forward: for the input and for the weight
+BACKWARD_FLOPS = 2  # relative to forward: gradients of the input and of the weight
 
 
 @dataclass(frozen=True)
 class Op:
-    """One call of a module that owns parameters. params: indices of its own; held: of the modules around it; kept: those that
-    autograd keeps for backward, such as a linear's weight, but not its bias.
+    """One call of a module that owns parameters. params: indices of these parameters. held: indices of the enclosing modules' parameters.
 
-    flops: of forward, until the next op begins. block: which checkpointed block it belongs to, or None.
+    kept: parameters that autograd keeps for backward: the weight of a linear layer, but not the bias. flops: of forward, until the next op
+    begins. block: number of the checkpointed block with this op, or None.
     """
 
     name: str
@@ -41,7 +40,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Phase:
-    """One op of a whole step: `seconds` are counted by the op's flops times `cost`. grads: parameters whose gradients are complete."""
+    """One op of a whole step, with `cost` times the flops of the op. grads: parameters whose gradients are then complete."""
 
     op: int
     key: tuple
@@ -51,9 +50,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model's parameters, by name in registration order, and the ops of a forward pass.
+    """The names of a model's parameters in registration order, and the ops of a forward pass.
 
-    saved_nbytes: what autograd keeps of a forward pass; with blocks, what it keeps between them and of the largest one.
+    saved_nbytes: bytes that autograd keeps. With checkpointed blocks these are the bytes between blocks and those of the largest block.
     """
 
     names: tuple[str, ...]
@@ -67,13 +66,13 @@ class Workload:
 
     @property
     def step_flops(self) -> float:
-        """Forward, backward, and what is computed again."""
+        """Floating-point operations of forward, backward and recomputation."""
         return sum(self.ops[phase.op].flops * phase.cost for phase in self.phases())
 
     def phases(self) -> list[Phase]:
-        """The ops of a step: forward, then backward from the last to the first, each block computed again before its own."""
+        """The ops of a step: forward, then backward from last to first. Each block is recomputed before the backward ops of the block."""
         found = [Phase(index, ("forward", index), 1, ()) for index in range(len(self.ops))]
-        first = {}  # op in which a parameter is used first: there its gradient is complete
+        first = {}  # first op of each parameter: its backward completes the gradient
         for index, op in enumerate(self.ops):
             for param in op.params:
                 first.setdefault(param, index)
@@ -88,9 +87,9 @@ class Workload:
         return found
 
     def trace(self, span_of: Sequence[int]) -> tuple[list[Use], list[float], list[tuple[int, ...]]]:
-        """The trace of a step, with the flops of each of its uses and the parameters whose gradients are complete after it.
+        """The trace of a step, with the flops of each use, and the parameters whose gradients are complete after the use.
 
-        span_of: the span of each parameter. What needs no weights, such as an embedding's backward, belongs to the use before it.
+        span_of: the span of each parameter. A phase without weights, such as the backward of an embedding, belongs to the previous use.
         """
         uses: list[Use] = []
         flops: list[float] = []
@@ -110,10 +109,10 @@ class Workload:
 
 
 def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recompute: bool = False) -> Workload:
-    """Run a model of the meta device once by `run()`, a forward pass over `tokens` tokens, and note what it does.
+    """Run a model on the meta device once by `run()`, a forward pass over `tokens` tokens, and record the ops.
 
-    recompute: each module of a ModuleList counts as a checkpointed block; the model itself is to run without. Where the model looks
-    at a value of a tensor, it finds 1, or true.
+    recompute: each module of a ModuleList counts as a checkpointed block. The model itself must run without checkpointing. If the model reads
+    the value of a tensor, the value is 1 or true.
     """
     named = list(model.named_parameters())
     index = {id(param): number for number, (_, param) in enumerate(named)}
@@ -121,7 +120,7 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
     kept: list[set[int]] = []  # parameters that autograd keeps, by op
     block_of, roots = {}, set()
     if recompute:
-        tiles = {id(module.tiles) for module in model.modules() if isinstance(module, Tiled)}  # no blocks: nothing checkpoints them
+        tiles = {id(module.tiles) for module in model.modules() if isinstance(module, Tiled)}  # tiles are no blocks: nothing checkpoints them
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) not in tiles]
         inner = {id(below) for blocks in lists for block in blocks for below in block.modules()}
         blocks = [block for blocks in lists if id(blocks) not in inner for block in blocks]
@@ -130,7 +129,7 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
     names = {id(module): name for name, module in model.named_modules()}
     started: list[tuple[str, list[int], tuple[int, ...], int | None, float]] = []
     around: list[list[int]] = []
-    saved: dict[int | None, dict[int, int]] = {}  # bytes of each storage, by the block in which it was saved
+    saved: dict[int | None, dict[int, int]] = {}  # bytes of each storage, by the block that saved the storage
     inside: list[int | None] = []
 
     with contextlib.ExitStack() as stack:
@@ -142,11 +141,11 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
                 param = storages[storage._cdata]
                 if kept:
                     kept[-1].add(param)
-                    if param not in started[-1][1] and not any(param in params for params in around):  # read by who does not own it
+                    if param not in started[-1][1] and not any(param in params for params in around):  # of another module
                         started[-1][1].append(param)
             elif storage._cdata not in buffers:
                 saved.setdefault(block, {})[storage._cdata] = storage.nbytes()
-                alive.append(tensor)  # a storage that is freed would give its number to another
+                alive.append(tensor)  # a new storage could get the number of a freed one
             return tensor
 
         def begin(module, args):
@@ -178,7 +177,7 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
             run()
         total = counter.get_total_flops()
     if named and not started:
-        raise UsageError("no module of the model that owns parameters was called, so nothing is known of its ops")
+        raise UsageError("the forward pass called no module that owns parameters, so the ops of the model are unknown")
     ends = [entry[-1] for entry in started[1:]] + [total]
     ops = tuple(
         Op(name, tuple(own), held, tuple(sorted(keeps)), end - start, block)
@@ -190,7 +189,7 @@ def workload(model: nn.Module, run: Callable[[], object], *, tokens: int, recomp
 
 
 class _Ones(TorchDispatchMode):
-    """Answers who asks a tensor without bytes for its value."""
+    """Returns 1 if code reads the value of a tensor on the meta device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

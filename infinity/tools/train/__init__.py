@@ -1,1 +1,1 @@
-"""The `train` command, its run's status and its folder of checkpoints. Uses the engine as any program would."""
+"""The `train` command, with the status of a run and the folder of checkpoints. Uses the engine as any program would."""

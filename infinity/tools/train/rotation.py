@@ -1,11 +1,12 @@
-"""A folder of checkpoints, one a step: `step-00000100`, `step-00000200`, ...; the latest is found, the oldest go.
+"""A folder of checkpoints, one per saved step: `step-00000100`, `step-00000200`, ... Finds the latest checkpoint and removes the oldest.
 
-Knows paths, and whether a checkpoint is whole. Must not know engines, what a checkpoint holds, or when one is made.
+Knows paths, and whether a checkpoint is whole. Must not know engines, the contents of a checkpoint, or when a run saves.
 
-# [Note: what may be removed]
-# A checkpoint is there while its manifest is. It goes manifest first: what a kill in the middle leaves is none, as is what an
-# interrupted first save leaves, and goes with the next `prune`. A folder in which a process is writing has that process's lock (see
-# [Note: old or new] in checkpoints/files.py) and stays. Only names that are ours are touched; a folder that holds others stays with them.
+# [Note: removal of checkpoints]
+# A checkpoint exists as long as its manifest exists. `prune` removes the manifest first. A folder without a manifest is therefore no
+# checkpoint: a kill interrupted the removal or the first save. The next `prune` removes this folder. A process that writes in a folder
+# locks the folder ([Note: old or new] in checkpoints/files.py), and `prune` leaves locked folders alone. `prune` removes only files with
+# the engine's names. A folder with other files stays, with these files.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _OURS = re.compile(rf"{manifests.FOLDER_NAME.pattern}|\.manifest\.new")
 
 
 class Rotation:
-    """The checkpoints in one directory, which need not exist yet; its parent must, once `make` is called."""
+    """The checkpoints in one directory. The directory may be missing; `make` creates the directory in an existing parent."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
 
     def make(self) -> None:
-        """Make the directory if it is missing. Raises SwapError where that fails."""
+        """Create the directory if missing. Raises SwapError on failure."""
         try:
             if not self.path.is_dir():
                 self.path.mkdir(exist_ok=True)
@@ -43,17 +44,17 @@ class Rotation:
             raise failed("the directory of the checkpoints cannot be made", self.path, error) from error
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint after so many steps belongs."""
+        """The path of the checkpoint after `step` steps."""
         return self.path / f"step-{step:08d}"
 
     def paths(self) -> list[Path]:
-        """Of all checkpoints that have a manifest, oldest first."""
+        """The paths of all checkpoints that have a manifest, oldest first."""
         return [path for path in self._folders() if _has_manifest(path)]
 
     def latest(self) -> Path | None:
-        """The checkpoint of the highest step, if there is one.
+        """The checkpoint with the highest step, or None without checkpoints.
 
-        Raises CheckpointError if its manifest or its files are damaged or missing, naming it and the next older one.
+        Raises CheckpointError if the manifest or other files are damaged or missing. The error names this checkpoint and the next older one.
         """
         paths = self.paths()
         if not paths:
@@ -65,14 +66,14 @@ class Rotation:
         return paths[-1]
 
     def remedy(self, damaged: Path) -> str:
-        """What to do about a checkpoint that cannot be read, as the end of an error's message."""
+        """The remedy for a checkpoint that cannot be read: the end of an error message."""
         older = [path for path in self.paths() if _step_of(path) < _step_of(damaged)]
-        return f"move {damaged} away to use {older[-1]}" if older else f"there is none before it: move {damaged} away to begin anew"
+        return f"move {damaged} away to use {older[-1]}" if older else f"there is no older checkpoint: move {damaged} away to start from step 1"
 
     def prune(self, keep: int, written: Path) -> None:
-        """After `written` is whole: remove all but the `keep` >= 1 newest, and what interrupted saves left, never `written`.
+        """Remove all checkpoints except the `keep` >= 1 newest and `written`, and the remains of interrupted saves.
 
-        Raises SwapError where that fails.
+        Call this once `written` is whole. Raises SwapError on failure.
         """
         old = self.paths()[:-keep]
         for path in self._folders():
@@ -86,7 +87,7 @@ class Rotation:
         return f"Rotation({self.path}, {len(self.paths())} checkpoints)"
 
     def _folders(self) -> list[Path]:
-        """All that have a name and kind of ours, whole or not, oldest first."""
+        """All directories with a checkpoint's name, whole or not, oldest first."""
         try:
             found = [entry.name for entry in os.scandir(self.path) if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
@@ -106,7 +107,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """See [Note: what may be removed]."""
+    """See [Note: removal of checkpoints]."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

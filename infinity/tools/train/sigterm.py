@@ -1,12 +1,12 @@
-"""SIGTERM, kept in mind until a step is over.
+"""Remembers SIGTERM until the current step ends.
 
-Knows one process, and whether it has others beside it. Must not know what is done when it came.
+Knows this process, and whether the job has other processes. Must not know how the run reacts to the signal.
 
 # [Note: SIGTERM]
-# A run that saves finishes its step on SIGTERM, saves and ends well. What SIGTERM did before, such as removing the swap, it does the
-# second time. Once a step the ranks agree whether any of them was told, so that a signal to one stops all after the same step. Where
-# a job's processes are all signalled, each rank hears of it twice, directly and from its launcher: what comes within
-# ECHO_SECONDS is no second time there.
+# On the first SIGTERM a run with --save finishes the current step, saves and ends with success. On the second SIGTERM the previous handler
+# runs, which may remove swap files. Once per step the ranks agree whether any rank received the signal, so that all ranks stop after the
+# same step. If a scheduler signals all processes of a job, each rank receives the signal twice: directly, and from the launcher. With
+# several ranks, a signal within ECHO_SECONDS of the first is therefore not the second signal.
 """
 
 import os
@@ -18,7 +18,7 @@ ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
 
 
 class Sigterm:
-    """While entered, keeps the first SIGTERM in mind, if it listens; see [Note: SIGTERM]."""
+    """A context that records the first SIGTERM, if `listens`; see [Note: SIGTERM]."""
 
     def __init__(self, world, *, listens):
         self.received = False
@@ -38,8 +38,8 @@ class Sigterm:
         now = time.monotonic()
         if not self.received:
             self.received, self._ends = True, now + self._echo_seconds
-            # Not print: the signal may have come in the middle of one.
-            os.write(2, b"SIGTERM: ending after this step and a checkpoint; a second one quits at once\n")
+            # Not print: the signal may have interrupted a print.
+            os.write(2, b"SIGTERM: the run ends after this step, with a checkpoint; a second SIGTERM ends it at once\n")
         elif now >= self._ends:
             signal.signal(number, self._before)
             signal.raise_signal(number)

@@ -1,13 +1,14 @@
-"""How a run stands: a small file that each run keeps while it lives, the view of it, and the `status` command.
+"""The status of a run: a small file that exists while the run does, the view of this file, and the `status` command.
 
-Knows numbers of a run, where its file lies, and processes by their number. Must not know engines: the run says what is to be shown.
+Knows numbers of a run, the path of the file, and process ids. Must not know engines: the run passes the numbers to show.
 """
 
 # [Note: where a run's status lies]
-# In a directory of the user's own, under XDG_RUNTIME_DIR or the directory for temporary files, as PID.json; one that belongs to
-# somebody else is not used. The process that wrote it is told from a later one of the same number by the time of its start. A
-# thread writes, at most once a second: training neither waits for it nor fails with it. It looks as often whether the run waits for
-# something, tells that in the file, and has it drawn. What kill -9 leaves, the command removes.
+# The file is PID.json in a directory of the user, under XDG_RUNTIME_DIR or the directory for temporary files. A directory of another user
+# is not used. The file records the start time of the process, because a later process may have the same id. A thread writes the file at
+# most once per second, so training never waits for the file, and an error there does not stop training. Once per second the thread also
+# checks whether the run waits for something, writes the wait into the file, and draws the wait. After kill -9 a file remains, which the
+# `status` command removes.
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ from infinity.sizes import format_bytes
 from infinity.system.waits import Wait
 from infinity.tools.progress import Progress
 
-WRITE_SECONDS = 1.0  # between two writes, and between two looks of --follow
+WRITE_SECONDS = 1.0  # between two writes, and between two reads of --follow
 LARGEST_NBYTES = 1 << 20  # of a status file
-SILENT_SECONDS = 60  # after which a run that says nothing is told as silent
+SILENT_SECONDS = 60  # without an update; then the view calls the run silent
 
 
 @dataclass(frozen=True)
 class Link:
-    """Of the last steps: the rate, and the share of them that the run waited for the link."""
+    """A link during the last steps: the rate in GB/s, and the share of the time that the run waited for the link."""
 
     title: str
     gbps: float
@@ -48,10 +49,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Status:
-    """How a run stands after a step. step counts from 1, 0 before the first; seconds are of the last steps' median.
+    """The status of a run after a step. step counts from 1, and is 0 before the first step. step_seconds: median of the last steps.
 
-    checkpoint: the one under way; saved: the last one that is whole. updated: seconds of the wall clock. Memory is a rank's. waits: what
-    the run waits for now, what that waits for, and so on; waits_since: seconds of the wall clock.
+    Memory is that of one rank, in bytes. checkpoint: name of the checkpoint that is being written. saved: name of the last whole checkpoint.
+    waits: the chain of current waits, each the reason of the one before. waits_since, updated: seconds of the wall clock.
     """
 
     step: int
@@ -77,11 +78,11 @@ class Status:
         return None if self.step_seconds is None else self.step_seconds * (self.steps - self.step)
 
 
-# The view, of --live and of the command.
+# The view, for --live and for the command.
 
 
 def line(status: Status) -> str:
-    """All in one line."""
+    """The status in one line."""
     if status.step_seconds is None:
         return f"step {status.step}/{status.steps}  starting"
     return (
@@ -91,7 +92,7 @@ def line(status: Status) -> str:
 
 
 def view(status: Status) -> str:
-    """Some lines."""
+    """The status in some lines."""
     waits = _waits(status, ":\n            ")
     if status.step_seconds is None:
         return "\n".join([line(status), *waits])
@@ -99,7 +100,7 @@ def view(status: Status) -> str:
     silent = time.time() - status.updated
     note = f"  (silent for {format_seconds(silent)})" if silent > SILENT_SECONDS else ""
     memory = f"device {format_bytes(status.device_nbytes)} of {format_bytes(status.device_budget_nbytes)}"
-    saving = f"saving {status.checkpoint}" if status.checkpoint else "none under way"
+    saving = f"saving {status.checkpoint}" if status.checkpoint else "no save now"
     if status.saved:
         saving += f", last {status.saved}"
     lines = [line(status) + note]
@@ -111,12 +112,12 @@ def view(status: Status) -> str:
 
 
 def _waits(status: Status, between: str = ": ") -> list[str]:
-    """A line for what the run waits for, if it waits. between: what is waited for and what that waits for."""
+    """A line with the chain of waits, if the run waits. between: text between two waits."""
     return [f"waits       {format_seconds(time.time() - status.waits_since)} for {between.join(status.waits)}"] if status.waits else []
 
 
 def format_seconds(seconds: float) -> str:
-    """In the two largest units: 42 s, 5 min 3 s, 2 h 7 min, 3 d 4 h."""
+    """A duration in the two largest units: 42 s, 5 min 3 s, 2 h 7 min, 3 d 4 h."""
     whole = round(seconds)
     for unit, large, small_unit, small in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= large:
@@ -125,7 +126,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class LiveView(Progress):
-    """Draws a status in place on a terminal; elsewhere a line now and then. From any thread, until it is finished."""
+    """Draws a status in place on a terminal; other outputs receive a line every few seconds. Any thread may call it until the last call."""
 
     def __init__(self, stream=None):
         super().__init__(live_seconds=0.1, stream=stream)
@@ -148,9 +149,9 @@ class LiveView(Progress):
 
 
 class Reporter:
-    """Keeps this process's status in its file until it is closed; see [Note: where a run's status lies].
+    """Keeps the status of this process in a file until `close`; see [Note: where a run's status lies].
 
-    waits(): what the run waits for now. show: told of the status while it waits, and once more when it does no longer.
+    waits(): the current wait of the run, or None. show: receives the status during a wait, and once after the wait.
     """
 
     def __init__(self, waits: Callable[[], Wait | None] = lambda: None, show: Callable[[Status], None] = lambda status: None):
@@ -159,19 +160,19 @@ class Reporter:
         self._told, self._ended = threading.Event(), threading.Event()
         try:
             self.path = folder() / f"{os.getpid()}.json"
-        except (OSError, UsageError):  # nobody will see it, and training goes on
+        except (OSError, UsageError):  # training continues without a status file
             self.path = None
             return
         self._thread = threading.Thread(target=self._loop, name="infinity-status", daemon=True)
         self._thread.start()
 
     def tell(self, status: Status) -> None:
-        """This is how the run stands now."""
+        """Set the current status."""
         self._status = status
         self._told.set()
 
     def close(self) -> None:
-        """The run has ended: nothing is left of it. Idempotent."""
+        """End the thread and remove the file. Idempotent."""
         self._ended.set()
         self._told.set()
         if self.path is not None:
@@ -204,7 +205,7 @@ class Reporter:
                 self._ended.wait(WRITE_SECONDS)
 
     def _now(self) -> Status | None:
-        """What was told last, with what the run has waited for since a second."""
+        """The last status, with the current wait if the wait has lasted WRITE_SECONDS."""
         status, wait = self._status, self._waits()
         if status is None or wait is None or wait.seconds < WRITE_SECONDS:
             return status
@@ -212,32 +213,32 @@ class Reporter:
 
 
 def folder() -> Path:
-    """The directory of this user's files, made if it is missing. Raises UsageError if somebody else's is there, OSError."""
+    """The directory of this user's status files, created if missing. Raises UsageError if another user owns it, and OSError."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     own = Path(runtime) / "infinity" if runtime and os.path.isdir(runtime) else Path(tempfile.gettempdir()) / f"infinity-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         own.mkdir(mode=0o700)
     found = os.lstat(own)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UsageError(f"{own} is not a directory of user {os.getuid()}: remove it, or set XDG_RUNTIME_DIR to one of your own")
+        raise UsageError(f"{own} is not a directory of user {os.getuid()}: remove it, or set XDG_RUNTIME_DIR to a directory of yours")
     if stat.S_IMODE(found.st_mode) & 0o077:
         own.chmod(0o700)
     return own
 
 
 def read_status(path: Path) -> Status:
-    """Raises UsageError for what is no status file, or is not there."""
+    """Raises UsageError if the file is missing or is no status file."""
     try:
         value = json.loads(read_ordinary(path, LARGEST_NBYTES))
         found = Status(**value | {"links": tuple(Link(**link) for link in value["links"]), "waits": tuple(value["waits"])})
         view(found)
         return found
     except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such run; `infinity status` lists those that are running") from None
+        raise UsageError(f"{path}: there is no such run; `infinity status` lists active runs") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is no status file of a run; name a process or the file that `infinity status` names") from error
+        raise UsageError(f"{path} is not the status file of a run; give a process id that `infinity status` lists") from error
 
 
 def is_running(status: Status) -> bool:
@@ -245,10 +246,10 @@ def is_running(status: Status) -> bool:
 
 
 def running() -> list[Status]:
-    """Of this user's runs on this machine, the oldest first; files of those that are dead are removed. Raises as `folder`."""
+    """The active runs of this user on this machine, oldest first. Removes files of ended runs. Raises as `folder`."""
     found = []
     for path in folder().glob("*.json"):
-        with contextlib.suppress(UsageError):  # it has just ended, or the file is not ours
+        with contextlib.suppress(UsageError):  # the run has just ended, or the file is no status file
             status = read_status(path)
             if is_running(status):
                 found.append(status)
@@ -258,7 +259,7 @@ def running() -> list[Status]:
 
 
 def _born(pid: int) -> int:
-    """When a process started, in ticks since the machine did; -1 if there is none, or nothing is left but its exit status."""
+    """Start time of a process in clock ticks since boot; -1 if the process does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -273,19 +274,19 @@ def status(arguments) -> int:
     """The `status` command."""
     if arguments.run is None:
         if arguments.follow:
-            raise UsageError("--follow needs a run: name its process, as `infinity status` lists them")
+            raise UsageError("--follow needs a run: give a process id that `infinity status` lists")
         _list(arguments.json)
         return 0
     path = _path(arguments.run)
     found = read_status(path)
     if not is_running(found):
-        raise UsageError(f"{path}: process {found.pid} has ended; `infinity status` lists those that are running")
+        raise UsageError(f"{path}: process {found.pid} has ended; `infinity status` lists active runs")
     if not arguments.follow:
         print(json.dumps(dataclasses.asdict(found), indent=2) if arguments.json else view(found))
         return 0
     if arguments.json:
         for now in _followed(path, found):
-            print(json.dumps(dataclasses.asdict(now)), flush=True)  # a line each
+            print(json.dumps(dataclasses.asdict(now)), flush=True)  # one line per status
         return 0
     with LiveView(sys.stdout) as show:
         for found in _followed(path, found):
@@ -296,13 +297,13 @@ def status(arguments) -> int:
 
 
 def _followed(path: Path, found: Status) -> Iterator[Status]:
-    """How the run stands, once in WRITE_SECONDS until it ends; the first is given."""
+    """Statuses of the run, every WRITE_SECONDS until the run ends. The first is `found`."""
     while True:
         yield found
         time.sleep(WRITE_SECONDS)
         try:
             found = read_status(path)
-        except UsageError:  # its file went with it
+        except UsageError:  # the run has ended and removed the file
             return
         if not is_running(found):
             return
@@ -324,7 +325,7 @@ def _list(as_json: bool) -> None:
         print(json.dumps([dataclasses.asdict(found) for found in runs], indent=2))
         return
     if not runs:
-        print("no run of yours is training on this machine")
+        print("you have no active run on this machine")
         return
     width = shutil.get_terminal_size().columns
     for found in runs:

@@ -1,8 +1,7 @@
-"""The `train` command: checked options -> Config -> a training run of a GPT -> a report.
+"""The `train` command: checks options, builds a Config, trains a GPT and prints a report.
 
-Knows the engine as any user does, through the public API, and torch.distributed, to ask every rank for its numbers; beyond that
-the engine's ranks, to stop after the same step. Must not know how options are spelled on the command line beyond naming them in
-an error, nor how an error ends the process.
+Uses the public API of the engine. torch.distributed collects the numbers of all ranks, and the engine's ranks agree on the last step. Must
+not know the spelling of options, except in errors, or how an error ends the process.
 """
 
 import contextlib
@@ -41,15 +40,15 @@ OPTIMIZERS = {
     "lion": infinity.Lion,
 }
 LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
-WARM_UP_STEPS = 2  # the first records the trace, the second is the first to follow a plan
-RECENT_STEPS = 10  # that a status is of
-CONFIG_OPTIONS = (  # those that are fields of Config
+WARM_UP_STEPS = 2  # the first step records the trace, the second is the first that follows a plan
+RECENT_STEPS = 10  # in the medians of a status
+CONFIG_OPTIONS = (  # options that are fields of Config
     *("swap_dirs", "host_memory", "device_memory", "param_tier", "optimizer_state_tier", "activation_tier", "tile_above"),
     *("dtype", "optimizer_state_dtype", "residency", "chunk_mib", "device", "update", "seed"),
 )
 
 def train(arguments) -> int:
-    """The `train` command. Everything that can be refused is refused before the first byte is written."""
+    """The `train` command. All options are checked before the first byte is written."""
     if arguments.hidden % arguments.heads:
         raise ConfigError(f"--heads {arguments.heads} does not divide --hidden {arguments.hidden}; choose one that does")
     check_file(arguments.output, "--output")
@@ -57,7 +56,7 @@ def train(arguments) -> int:
     check_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     config = _config(arguments)
-    arguments.seed = config.seed  # which a file may have set
+    arguments.seed = config.seed  # a file may have set the seed
     batches = Batches(
         _tokens(arguments.data),
         vocab=arguments.vocab,
@@ -72,19 +71,19 @@ def train(arguments) -> int:
     if found is not None and found.step >= arguments.steps:
         if rank == 0:
             report = _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []}
-            give(report, f"nothing to train: {found.path} is of step {found.step}, and --steps is {arguments.steps}", arguments.json, arguments.output)
+            give(report, f"nothing to train: {found.path} has step {found.step}, --steps {arguments.steps}", arguments.json, arguments.output)
         return 0
 
     if config.device.startswith("cuda"):
         device_of(config.device)
-    # torchrun names a world even where it has one rank; plain `python` does not, and needs no process group.
+    # torchrun sets RANK, even for one rank. Plain `python` does not, and needs no process group.
     distributed = "RANK" in os.environ and not dist.is_initialized()
     if distributed:
         dist.init_process_group("nccl" if config.device.startswith("cuda") else "gloo")
     run = TrainingRun(arguments, config, batches)
     run.train(options, found)
     report = run.report()
-    if distributed:  # not after an error: it may wait for ranks that wait for this one
+    if distributed:  # not after an error: the call could wait for ranks that wait for this rank
         dist.destroy_process_group()
     if rank == 0:
         give(report, _table(report), arguments.json, arguments.output)
@@ -92,7 +91,7 @@ def train(arguments) -> int:
 
 
 def _config(arguments):
-    """Device and dtype have defaults of their own."""
+    """The Config of the run. The command has its own defaults for device and dtype."""
     layers = command_layers(arguments, CONFIG_OPTIONS)
     given = Config.layered(layers)
     own = {}
@@ -112,16 +111,16 @@ def _tokens(data):
 
 
 class TrainingRun:
-    """One training run on one rank: the model in its engine, and what was measured of each step."""
+    """One training run on one rank: the model in an engine, and the measurements of each step."""
 
     resumed_from_step = None
-    checkpoint = None  # the path of the last one that is whole
+    checkpoint = None  # path of the last whole checkpoint
 
     def __init__(self, arguments, config, batches):
         self.arguments = arguments
         self.config = config
         self.batches = batches
-        self.losses = []  # of each step, the mean over this rank's micro-batches
+        self.losses = []  # of each step: mean over this rank's micro-batches
         self.seconds = []  # of each step
         self.counters = []  # engine.stats() before the first step and after each
         self.world = dist.get_world_size() if dist.is_initialized() else 1
@@ -147,10 +146,10 @@ class TrainingRun:
         self.counters.append(self.engine.stats())
 
     def train(self, options, found):
-        """All steps from those of a Found, or from the first. options: what a checkpoint is to keep of them.
+        """Run all steps after those of `found`, or from the first. options: saved in each checkpoint.
 
-        Counters and clock are read in one place, behind step(): updates may still be pending there, but from one such place to the
-        next lies exactly one step's worth of them.
+        The run reads counters and clock right after step(). Updates may still be pending then, but two readings in a row are exactly one
+        step's updates apart.
         """
         arguments, first = self.arguments, 0
         display = _Display(self) if self.is_first else contextlib.nullcontext()
@@ -160,7 +159,7 @@ class TrainingRun:
             if found is not None:
                 first = self.resumed_from_step = self._load(found)
             elif arguments.resume and self.is_first:
-                _say(f"nothing to resume in {arguments.save}: beginning with step 1")
+                _say(f"no checkpoint in {arguments.save}: starting with step 1")
             saver = Saver(self, options) if arguments.save is not None else None
             if shown:
                 shown.begin(first)
@@ -189,12 +188,12 @@ class TrainingRun:
                     _say(f"stopped by SIGTERM after step {step + 1}; saved {self.checkpoint}")
 
     def _load(self, found):
-        """Go back to a checkpoint; the number of steps that were done."""
+        """Load a checkpoint. Returns the number of steps before it."""
         try:
             with bytes_progress(self.is_first, "loaded") as progress:
                 infinity.load(found.path, self.model, self.optimizer, progress=progress)
         except CheckpointError as error:
-            # Which one is known here. What does not fit the model is no reason to use another.
+            # Only this function knows the older checkpoint. The error of a checkpoint that does not fit the model keeps its own remedy.
             remedy = Rotation(found.path.parent).remedy(found.path)
             raise CheckpointError(str(error).replace("use another checkpoint", remedy)) from None
         for group in self.optimizer.param_groups:
@@ -205,7 +204,7 @@ class TrainingRun:
         return found.step
 
     def status(self, num_steps, saver):
-        """How this rank stands after so many steps; rates and shares are of the last ones."""
+        """The status of this rank after `num_steps` steps. Rates and shares are those of the last RECENT_STEPS steps."""
         arguments, last = self.arguments, self.counters[-1]
         recent = self.seconds[-RECENT_STEPS:]
         pace = statistics.median(recent)
@@ -230,8 +229,8 @@ class TrainingRun:
         )
 
     def _any_received(self, sigterm):
-        """See [Note: SIGTERM]; a collective."""
-        mine = sigterm.received  # once: a signal that comes during the exchange is for the next one
+        """Whether any rank has received SIGTERM. A collective; see [Note: SIGTERM]."""
+        mine = sigterm.received  # read once: a signal during the exchange counts in the next step
         agreed = self.engine.ranks.agree(mine)
         return mine or not agreed
 
@@ -248,13 +247,13 @@ class TrainingRun:
                 losses.append(loss.detach())
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.stack(losses).sum().item()  # waits for the device, so that the clock means something
+        return torch.stack(losses).sum().item()  # waits for the device: the clock then includes all work of the step
 
     def report(self):
-        """What the run did, over all ranks: the value of --json. A collective, if there is a process group.
+        """The report of the run over all ranks: the value of --json. A collective, if there is a process group.
 
-        Times, rates and stalls are of the measured steps: those after the warm-up, or all of a run that has no more.
-        Bytes are of all ranks together, seconds and rates a rank's (the mean).
+        Times, rates and stalls are those of the measured steps: the steps after the warm-up, or all steps of a shorter run. Bytes are sums
+        over ranks. Seconds and rates are those of one rank (the mean).
         """
         arguments, last = self.arguments, self.counters[-1]
         num = last["num_parameters"]
@@ -267,7 +266,7 @@ class TrainingRun:
         peaks = _over_ranks([last["peak_device_nbytes"], last["pinned_host_nbytes"]]).max(0)
         swapped = [[stats["nvme_read_nbytes"], stats["nvme_write_nbytes"]] for stats in self.counters]
         swapped = _over_ranks(swapped).sum(0)  # [steps + 1, read and written]
-        # The mean, not the median: what is read ahead in one step is missing in the next, and cancels out.
+        # The mean, not the median: bytes that one step reads ahead are missing in the next step, and cancel out.
         per_param = ((swapped[-1] - swapped[skipped]) / len(seconds) / num).tolist() if skipped else [None, None]
         links = _over_ranks([_link_counters(self.counters[skipped]), _link_counters(last)])  # [world, 2, links, counters]
         links = links[:, 1] - links[:, 0]
@@ -305,7 +304,7 @@ class TrainingRun:
 
 
 class _Display:
-    """What is seen of a run while it goes on: a line or a view of it, and its status for `infinity status`. Rank 0 has one."""
+    """The output during a run: a line or a view on standard error, and the status for `infinity status`. Only rank 0 has a display."""
 
     def __init__(self, run):
         self.run = run
@@ -336,7 +335,7 @@ class _Display:
 
 
 def _head(arguments, resumed_from_step, checkpoint):
-    """How a report begins."""
+    """The first entries of a report."""
     return {
         "command": "train",
         "options": {name: _plain(value) for name, value in vars(arguments).items() if name != "command"},
@@ -351,7 +350,7 @@ def _link_counters(stats):
 
 
 def _over_ranks(values):
-    """The same numbers of every rank, stacked: float64 [world, ...]."""
+    """The values of all ranks, stacked: float64 [world, ...]."""
     values = np.array(values, dtype=np.float64)
     if not dist.is_initialized():
         return values[None]
