@@ -141,7 +141,7 @@ class _Cuts:
         is_coded = any(spec.format.is_coded for spec in self.specs)
         if is_coded and any(choice_of(choice) == DEVICE for choice in (config.param_tier, config.optimizer_state_tier)):
             tiers = "param_tier='device' or optimizer_state_tier='device'"
-            raise ConfigError(f"{tiers} with a coded dtype: coded weights live in host memory or on NVMe")
+            raise ConfigError(f"{tiers} with a coded dtype: coded weights live in host memory or on NVMe. Use 'host', 'nvme' or 'auto'")
         self.needs = Needs(
             on_device=not is_coded,
             weights=choice_of(config.param_tier),
@@ -165,8 +165,8 @@ class _Cuts:
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
             late_nbytes=[pooled[record] for record in records] if way.late else None,
-            late_on_nvme=way.compresses and not cut.rounds_moments,  # bf16 moments save little or nothing
-            late_first=not way.compresses and not cut.rounds_moments,  # bf16 moments save as many bytes
+            late_on_nvme=way.compresses and not cut.rounds_moments,  # otherwise this saves little or nothing
+            late_first=not way.compresses and not cut.rounds_moments,  # otherwise states save as many bytes
         )
 
 

@@ -3,7 +3,7 @@
 Knows the program's arguments, the limits of an engine, and the restart of a step. Must not know segments, graphs, plans, or how bytes move.
 """
 
-# [Note: what accumulation by layer reads]
+# [Note: the reads of a layer-wise step]
 # With N micro-batches the ordinary loop fetches every weight 2N times: a step reads 4N + 10 bytes per parameter from NVMe. Layer-wise, each
 # segment is fetched once forward and once backward: 14 bytes for any N, or 4R + 10 bytes in R rounds ([Note: a full device]). In return the
 # engine keeps the inputs of all blocks for each micro-batch, and runs the blocks again in backward, as activation checkpointing does. If host
@@ -85,7 +85,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     engine.calls.refuse_running("infinity.accumulate")
     begin = rng_streams(len(micro_batches), engine.device)
     streams = list(begin)
-    if all(span.pinned for span in engine.registry.spans):  # no weight ever moves, so running by layer would save nothing
+    if all(span.pinned for span in engine.registry.spans):  # no weight ever moves, so a layer-wise step would save nothing
         losses = _one_by_one(engine, _works(loss, model, micro_batches), streams)
     else:
         losses = _by_layer(engine, loss, model, micro_batches, streams)

@@ -132,7 +132,7 @@ class ParamGrads:
             self._require_all(self._factors, "a factor")
             factors = {str(factor) for factor in self._factors.values()}  # no NaN equals another one
             if len(factors) > 1:
-                raise UsageError(f"gradients were multiplied by {len(factors)} different factors: the engine has one factor for all")
+                raise UsageError(f"gradients were multiplied by {len(factors)} different factors. Multiply all gradients by one factor")
             self.factor *= next(iter(self._factors.values()))
             self._factors.clear()
         return self.factor

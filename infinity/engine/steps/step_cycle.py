@@ -223,7 +223,7 @@ class StepCycle:
         if self.state.damage is Damage.GRADIENTS:
             raise UsageError(f"{what} {FAILED}")
         if self.state.phase is not BETWEEN:
-            raise UsageError(f"{what} without a finished backward pass since the last step")
+            raise UsageError(f"{what} without a finished backward pass since the last step. Call loss.backward() first")
         self.calls.refuse_running(what)
         self.raise_failure()
 
