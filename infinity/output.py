@@ -55,6 +55,11 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
+def if_several(world: int, text: str) -> str:
+    """The text if there are several ranks, or an empty one."""
+    return text if world > 1 else ""
+
+
 def say(text: str) -> None:
     """Print a line on standard error, in place of a line of progress."""
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""

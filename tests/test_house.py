@@ -188,12 +188,23 @@ MAKE_VALUES = {
 MOST_QUESTIONS = 25
 
 
+def is_none(node):
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def is_table(node):
+    return isinstance(node.ops[-1], (ast.In, ast.NotIn)) and isinstance(node.comparators[-1], (ast.Name, ast.Attribute))
+
+
 def questions(tree):
-    """(line, text) of each literal "nvme", and of each comparison of a dtype, a rank or a number of ranks. Whether one is None is no question."""
+    """(line, text) of each literal "nvme", and of each comparison of a dtype, a rank or a number of ranks.
+
+    A comparison with None, and a look into a named table, are no questions.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value == "nvme":
             yield node.lineno, "'nvme'"
-        if isinstance(node, ast.Compare) and not any(isinstance(each, ast.Constant) and each.value is None for each in node.comparators):
+        if isinstance(node, ast.Compare) and not is_none(node.comparators[-1]) and not is_table(node):
             names = [getattr(each, "attr", getattr(each, "id", "")) for each in (node.left, *node.comparators)]
             if any(re.fullmatch(r"(.*_)?(dtype|world|rank)", name) for name in names):
                 yield node.lineno, ast.unparse(node)
@@ -207,7 +218,7 @@ def test_code_asks_a_format_a_partition_or_a_tier():
 
 @pytest.mark.parametrize("code, num", [
     ("a.dtype == torch.float32", 1), ("if world > 1: pass", 1), ("0 <= rank < self.world", 1), ("x = 'nvme'", 1),
-    ("dtype is None", 0), ("format.is_coded", 0), ("a.world * 2", 0),
+    ("dtype in ('fp16', 'fp32')", 1), ("dtype in TABLE", 0), ("dtype is None", 0), ("format.is_coded", 0), ("a.world * 2", 0),
 ])
 def test_the_count_sees_each_kind_of_question(code, num):
     assert len(list(questions(ast.parse(code)))) == num

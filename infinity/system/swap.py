@@ -27,6 +27,7 @@ from pathlib import Path
 
 import aio_ext
 from infinity.errors import ConfigError, SwapError, UsageError
+from infinity.output import if_several
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths
@@ -341,7 +342,7 @@ class Swap:
             available = status.f_bavail * status.f_frsize + sum(directory.reserved_nbytes() for directory in directories)
             needed = self.world * sum(_round_up(directory.nbytes, ALIGNMENT) for directory in directories)
             if needed > available:
-                ranks = f" ({self.world} ranks)" if self.world > 1 else ""
+                ranks = if_several(self.world, f" ({self.world} ranks)")
                 raise SwapError(
                     errno.ENOSPC,
                     f"swap needs {needed:,} bytes{ranks} on this filesystem and {available:,} are available: free space there, "

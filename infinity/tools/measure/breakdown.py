@@ -143,11 +143,12 @@ def _text(report: dict) -> str:
     first, last = report["steps"]
     step, world = report["step_seconds"], report["world"]
     which = f"step {first}" if first == last else f"steps {first} to {last}"
-    ranks = f"mean of {world} ranks" if world > 1 else "1 rank"
+    several = world > 1
+    ranks = f"mean of {world} ranks" if several else "1 rank"
     lines = [f"{which}, {ranks}: {step['median']:.4f} s a step (median; {step['least']:.4f} to {step['most']:.4f})"]
     if report["num_left_out"]:
         lines.append(f"not in the trace: the {report['num_left_out']:,} oldest events, before the first of these steps")
-    head = ["", "busy", "a step", "GB/s", "step waited"] + (["most"] if world > 1 else [])
+    head = ["", "busy", "a step", "GB/s", "step waited"] + (["most"] if several else [])
     rows = []
     for lane in LANES:
         if lane not in report["lanes"]:
@@ -155,7 +156,7 @@ def _text(report: dict) -> str:
         row, worst = report["lanes"][lane], report["lanes"][lane]["worst"]
         moved = [format_bytes(round(row["bytes_per_step"])), f"{row['gbps']:.2f}"] if lane in LINKS else ["", ""]
         waited = [f"{row['waited_share']:.1%}"] if lane != COMPUTE else [""]
-        if world > 1:
+        if several:
             waited.append(f"{worst['waited_share']:.1%} (rank {worst['rank']})" if worst["waited_share"] else "")
         title, busy = ("all waits", "") if lane == STALL else (LANES[lane], f"{row['busy_share']:.1%}")
         rows.append([title, busy, *moved, *waited])

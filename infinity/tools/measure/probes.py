@@ -272,7 +272,7 @@ def update_rate(device: torch.device) -> float:
 
     def segment(dtype: torch.dtype) -> torch.Tensor:
         tensor = arena.region(numel * dtype.itemsize).tensor(dtype, 0, numel) if on_host else torch.empty(numel, dtype=dtype, device=device)
-        return tensor.random_(-1000, 1000) if dtype == torch.int16 else tensor.uniform_(0.5, 1)
+        return tensor.random_(-1000, 1000) if not tensor.is_floating_point() else tensor.uniform_(0.5, 1)
 
     kinds = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
     records = [[segment(dtype) for dtype in kinds] for _ in range(MIN_CHUNKS)]

@@ -18,11 +18,11 @@ ECHO_SECONDS = 1.0  # see [Note: SIGTERM]
 
 
 class Sigterm:
-    """A context that records the first SIGTERM, if `listens`; see [Note: SIGTERM]."""
+    """A context that records the first SIGTERM, if `listens`. waits: a second signal follows soon, as with several ranks. See [Note: SIGTERM]."""
 
-    def __init__(self, world, *, listens):
+    def __init__(self, *, waits, listens):
         self.received = False
-        self._echo_seconds = ECHO_SECONDS if world > 1 else 0.0
+        self._echo_seconds = ECHO_SECONDS if waits else 0.0
         self._listens = listens and threading.current_thread() is threading.main_thread()
 
     def __enter__(self):

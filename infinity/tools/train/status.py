@@ -28,7 +28,7 @@ from pathlib import Path
 
 from infinity.errors import UsageError
 from infinity.ordinary_file import read_ordinary
-from infinity.output import table, write_json
+from infinity.output import if_several, table, write_json
 from infinity.sizes import format_bytes
 from infinity.system.waits import Wait
 from infinity.tools.progress import Progress
@@ -96,7 +96,7 @@ def view(status: Status) -> str:
     waits = _waits(status, ":\n            ")
     if status.step_seconds is None:
         return "\n".join([line(status), *waits])
-    a_rank = ", each a rank" if status.world > 1 else ""
+    a_rank = if_several(status.world, ", each a rank")
     silent = time.time() - status.updated
     note = f"  (silent for {format_seconds(silent)})" if silent > SILENT_SECONDS else ""
     memory = f"device {format_bytes(status.device_nbytes)} of {format_bytes(status.device_budget_nbytes)}"

@@ -21,7 +21,7 @@ import infinity
 from infinity.config import Config, command_layers
 from infinity.errors import CheckpointError, ConfigError
 from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
-from infinity.output import check_file, give
+from infinity.output import check_file, give, if_several
 from infinity.sizes import format_bytes
 from infinity.system.capacity import device_of
 from infinity.system.events import LINKS
@@ -55,6 +55,7 @@ def train(arguments) -> int:
     check_file(arguments.trace, "--trace")
     check_options(arguments)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    is_first = rank == 0
     config = _config(arguments)
     arguments.seed = config.seed  # a file may have set the seed
     batches = Batches(
@@ -69,7 +70,7 @@ def train(arguments) -> int:
     options = as_saved(arguments, batches.tokens)
     found = checkpoint_to_resume(arguments, options)
     if found is not None and found.step >= arguments.steps:
-        if rank == 0:
+        if is_first:
             report = _head(arguments, found.step, found.path) | {"losses": [], "step_seconds": []}
             give(report, f"nothing to train: {found.path} has step {found.step}, --steps {arguments.steps}", arguments.json, arguments.output)
         return 0
@@ -85,7 +86,7 @@ def train(arguments) -> int:
     report = run.report()
     if distributed:  # not after an error: the call could wait for ranks that wait for this rank
         dist.destroy_process_group()
-    if rank == 0:
+    if is_first:
         give(report, _table(report), arguments.json, arguments.output)
     return 0
 
@@ -153,7 +154,7 @@ class TrainingRun:
         """
         arguments, first = self.arguments, 0
         display = _Display(self) if self.is_first else contextlib.nullcontext()
-        with display as shown, Sigterm(self.world, listens=arguments.save is not None) as sigterm, self.engine:
+        with display as shown, Sigterm(waits=self.engine.ranks.are_several, listens=arguments.save is not None) as sigterm, self.engine:
             if not self.engine.ranks.agree(-1 if found is None else found.step):
                 raise CheckpointError(f"{arguments.save}: the ranks found different checkpoints; all must see the same directory")
             if found is not None:
@@ -174,7 +175,7 @@ class TrainingRun:
                 if shown:
                     shown.step_done(step + 1, saver)
                 if saver is not None:
-                    stopped = sigterm.received if self.world == 1 else self._any_received(sigterm)
+                    stopped = self._any_received(sigterm) if self.engine.ranks.are_several else sigterm.received
                     saver.step_done(step + 1, must_save=stopped or step + 1 == arguments.steps)
                     if stopped:
                         break
@@ -369,18 +370,18 @@ def _say(line):
 
 def _table(report):
     world = report["world"]
-    ranks = f" on {world} ranks" if world > 1 else ""
+    ranks, a_rank = if_several(world, f" on {world} ranks"), if_several(world, " a rank")
     traffic = [report[f"nvme_{name}_bytes_per_param"] for name in ("read", "write")]
     lines = [
         f"loss        {report['losses'][0]:.4f} first, {report['losses'][-1]:.4f} last",
         f"step        {report['median_step_seconds']:.3f} s (median), {report['tokens_per_second']:,.0f} tokens/s{ranks}",
         f"states      {format_bytes(report['state_bytes'])}, {report['states_over_device_budget']:.1f} times the device budget",
         f"device      {format_bytes(report['peak_device_bytes'])} at most, host arena {format_bytes(report['host_arena_bytes'])}"
-        + (" (a rank)" if world > 1 else ""),
+        + if_several(world, " (a rank)"),
     ]
     if None not in traffic:
         lines.append(f"NVMe        {traffic[0]:.2f} bytes read, {traffic[1]:.2f} written, a parameter and step")
-    lines += ["", f"{'link':<16}{'a step':>12}{'GB/s' + (' a rank' if world > 1 else ''):>14}{'step waited':>14}"]
+    lines += ["", f"{'link':<16}{'a step':>12}{'GB/s' + a_rank:>14}{'step waited':>14}"]
     for link in LINKS:
         row = report["links"][link]
         lines.append(
