@@ -1044,7 +1044,7 @@ def test_a_model_that_turns_out_uncut_keeps_activations_on_the_device(tmp_path, 
         assert losses == expected[0] and away(engine) == 0
         assert_same_states(states_of(engine, model), expected[1])
         (reason,) = engine.stats()["layerwise_unsplit_reasons"]
-        assert "another one for each micro-batch" in reason
+        assert "another value for each micro-batch" in reason
 
 
 def test_a_full_device_in_backward_is_an_error_that_names_a_remedy(tmp_path):
