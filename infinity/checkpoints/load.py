@@ -203,8 +203,8 @@ class _Load:
 
     def _match_optimizer(self) -> None:
         state, manifest = self.state, self.manifest
-        if manifest.moments != state.moments or manifest.moments_dtype != state.config.optimizer_state_dtype:
-            pairs = (state.moments, state.config.optimizer_state_dtype), (manifest.moments, manifest.moments_dtype)
+        pairs = (state.moments, state.config.optimizer_state_dtype), (manifest.moments, manifest.moments_dtype)
+        if pairs[0] != pairs[1]:
             here, there = (f"{', '.join(moments) or 'none'} in {dtype}" for moments, dtype in pairs)
             self._wrong.append(f"the optimizer has moments {here}, the checkpoint has {there}; load without the optimizer to reset moments")
             return
