@@ -24,13 +24,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/tiers": BARS,
     "infinity/tools": BARS,
     "infinity/*.py": BARS,
-    "tests": (18, 30, 1),
-    "tests/aio": BARS,
-    "tests/system": BARS,
-    "tests/model": BARS,
-    "tests/optim": BARS,
-    "tests/plan": BARS,
-    "tests/integrations": BARS,
+    "tests": BARS,
 }
 
 

@@ -106,7 +106,7 @@ def assert_says_what_failed(error, code, directory):
     assert REMEDY.search(error.strerror), f"expected a remedy in the message, got: {error}"
 
 
-# ---- one fault anywhere: promise 1 ----
+# ---- one fault anywhere ----
 
 UPDATES = ("deferred", "backward")
 FAULTS = [  # call, return value, errno of the SwapError (None: the engine recovers)
@@ -246,7 +246,7 @@ def test_a_part_that_cannot_be_made_leaves_no_file_and_no_thread(tmp_path, monke
         pass
 
 
-# ---- a full disk: promise 6 ----
+# ---- a full disk ----
 
 
 def free_nbytes(volume):
@@ -373,7 +373,7 @@ def test_a_directory_that_accepts_no_byte_keeps_no_lock_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- memory is as planned: promise 17 ----
+# ---- memory is as planned ----
 
 
 def shared_chain():
@@ -454,7 +454,7 @@ def test_pinned_memory_is_as_planned_and_within_the_budget(name, dtype, update, 
             run(name, tmp_path, num_steps=2, host_memory=budget, **config)
 
 
-# ---- slot pressure waits: promise 20 ----
+# ---- slot pressure waits ----
 
 PRESSURES = [  # model, dtype, update, options of the optimizer
     ("mlp", "bf16", "backward", {}),
