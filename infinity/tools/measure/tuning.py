@@ -41,8 +41,9 @@ from infinity.system.ranks import Ranks
 from infinity.tools.doctor.system import read_memory_limit
 from infinity.tools.measure import probes, search
 from infinity.tools.measure.figures import Figure, OtherProcesses
-from infinity.tools.predict import planning
 from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.meta_models import gpt
+from infinity.tools.predict.plan_report import when_hidden
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
 from infinity.tools.progress import Progress
@@ -366,7 +367,7 @@ def tokens_that_hide(machine: Machine) -> str:
     The model is a GPT with all states on NVMe. Models of all sizes have about the same ratio of bytes to operations.
     """
     dtype, batch = ("bf16", 16) if machine.device == "cuda" else ("fp32", 1)
-    subject = planning.gpt(**_GPT, batch=batch, dtype=dtype)
+    subject = gpt(**_GPT, batch=batch, dtype=dtype)
     load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
         found = predict(subject.model, load, machine, Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype))
@@ -374,7 +375,7 @@ def tokens_that_hide(machine: Machine) -> str:
         return f"not known: {error}"
     except BudgetError as error:
         return f"not known: even a model of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
-    return planning.when_hidden(found)
+    return when_hidden(found)
 
 
 # Files and output
