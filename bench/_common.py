@@ -24,7 +24,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.sizes import parse_bytes
 from infinity.system import drives
 from infinity.system.swap import MEASURE_FROM_NBYTES, Swap
-from infinity.tools.measure.tuning import probe_in
+from infinity.tools.measure.drive_tuning import probe_in
 
 _REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory of the ranks' reports
 

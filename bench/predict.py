@@ -32,7 +32,7 @@ from infinity.model.gpt import GPT
 from infinity.output import pyplot, table, write_json
 from infinity.tools.measure import probes
 from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.planning import gpt
+from infinity.tools.predict.meta_models import gpt
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
 

@@ -18,7 +18,7 @@ from infinity.output import pyplot, table, write_json
 from infinity.sizes import format_bytes
 from infinity.tools.predict.formulas import gpt_size
 from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.planning import gpt
+from infinity.tools.predict.meta_models import gpt
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.workload import workload
 

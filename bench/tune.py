@@ -20,7 +20,8 @@ from _common import exit_with, given, parse, positive, spread
 from infinity import output
 from infinity.sizes import format_bytes
 from infinity.system.drives import Drive
-from infinity.tools.measure import search, tuning
+from infinity.tools.measure import search
+from infinity.tools.measure.drive_tuning import probe_in
 
 
 def main():
@@ -30,7 +31,7 @@ def main():
     parser.add_argument("--pairs", type=positive, default=41)
     options = parse(parser)
     report = {"options": given(options) | {"nvme": str(options.nvme)}, "rounds": []}
-    with tuning.probe_in(options.nvme) as probe:
+    with probe_in(options.nvme) as probe:
         start = Drive(inflight_write_nbytes=probe.patient_write_nbytes(probe.read_seconds()))
         points = search.grid(start)
         print(f"{len(points)} points, {search.GRID_ROUNDS} measurements each; to start with {said(start)}")

@@ -21,7 +21,7 @@ from infinity.spelling import nearest
 from infinity.renamed import COMMANDS, OPTIONS, warn_renamed, with_new_names
 from infinity.tools import checkpoints, completion, configuration
 from infinity.tools.doctor import doctor
-from infinity.tools.measure import benchmarks, breakdown, overlap, tuning
+from infinity.tools.measure import benchmarks, breakdown, calibration, overlap
 from infinity.tools.option_values import chunk_mib, one_of, parameter_count, path, positive, seconds, seed, whole
 from infinity.tools.predict import planning
 from infinity.tools.train import status
@@ -312,7 +312,7 @@ def _add_calibrate(commands):
     command = _command(
         commands,
         "calibrate",
-        tuning.calibrate,
+        calibration.calibrate,
         "measure this machine",
         "Find the fastest settings of each drive, measure the bandwidth of the machine's links, and write both to a file that every "
         "command reads. Under torchrun, with one process per device, it also measures collectives, and all links at once.",

@@ -20,7 +20,7 @@ from infinity.system.ranks import Ranks
 from infinity.tools import cli
 from infinity.tools.cli import _parser, main
 from infinity.tools.measure import benchmarks
-from infinity.tools.predict import planning
+from infinity.tools.predict import plan_report
 from infinity.tools.progress import StepProgress
 from infinity.tools.train.training import CONFIG_OPTIONS, LINKS, TrainingRun, _config, _table
 
@@ -531,4 +531,4 @@ def test_a_warning_of_a_command_is_one_line_without_source(monkeypatch, capsys):
 
 
 def test_a_small_share_is_not_shown_as_zero_percent():
-    assert [planning._percent(share) for share in (0, 0.001, 0.004, 0.01, 1)] == ["0%", "<1%", "<1%", "1%", "100%"]
+    assert [plan_report._percent(share) for share in (0, 0.001, 0.004, 0.01, 1)] == ["0%", "<1%", "<1%", "1%", "100%"]

@@ -15,6 +15,8 @@ from infinity.plan.record import WEIGHTS
 from infinity.system.events import Events, now
 from infinity.tools.cli import main
 from infinity.tools.measure import overlap
+from infinity.tools.measure.balanced_stages import Pace
+from infinity.tools.measure.overlap_bench import Bench, efficiency
 
 LAYERS, CHUNK_MIB = 5, 0.25
 PASS_NBYTES = LAYERS * 2**18
@@ -24,7 +26,7 @@ PASS_NBYTES = LAYERS * 2**18
 def make_bench(tmp_path):
     def make(**changes):
         options = {"swap_dirs": [tmp_path], "layers": LAYERS, "compute_ms": None, "balance": True} | changes
-        return overlap.Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
+        return Bench(argparse.Namespace(**options), torch.device("cpu"), CHUNK_MIB, 1)
 
     return make
 
@@ -40,11 +42,11 @@ def make_bench(tmp_path):
     ],
 )
 def test_efficiency_is_the_hidden_share_of_the_time_that_could_be_hidden(stages, pipelined, expected):
-    assert overlap.efficiency(stages, pipelined) == expected
+    assert efficiency(stages, pipelined) == expected
 
 
 def test_a_single_stage_has_no_efficiency():
-    assert math.isnan(overlap.efficiency([1.0, 0.0], 1.0))
+    assert math.isnan(efficiency([1.0, 0.0], 1.0))
 
 
 def test_the_table_has_the_fastest_stages_and_the_median_pass_per_layer():
@@ -73,7 +75,7 @@ def test_efficiencies_below_0_or_above_1_are_called_noise(efficiencies, noisy):
 
 
 def test_a_lengthened_copy_counts_its_new_length_and_a_read_its_own():
-    pace, events = overlap.Pace(), Events(tracing=True)
+    pace, events = Pace(), Events(tracing=True)
     pace.seconds, events.before_end = 0.02, pace.end_of
     start = now()
     events.moved("nvme_read", 0, 8, start, start + 0.001)
@@ -165,7 +167,7 @@ def test_the_command_writes_the_report_that_it_prints(tmp_path, capsys):
         assert [len(found) for found in (*row["stages"].values(), row["pipelined"])] == [3, 3, 3, 3]
         fastest = [min(seconds) for seconds in row["stages"].values()]
         assert row["compute_ms"] == 1e3 * fastest[-1] / LAYERS
-        assert row["efficiency"] == [overlap.efficiency(fastest, seconds) for seconds in row["pipelined"]]
+        assert row["efficiency"] == [efficiency(fastest, seconds) for seconds in row["pipelined"]]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 

@@ -11,9 +11,10 @@ import torch
 from infinity import config_files
 from infinity.config import Config
 from infinity.tools.cli import main
-from infinity.tools.predict import planning
+from infinity.tools.predict import largest_model, meta_models, plan_report
+from infinity.tools.predict.largest_model import largest_parameters
 from infinity.tools.predict.machine import DriveRates, Machine
-from infinity.tools.predict.planning import gpt, largest_parameters
+from infinity.tools.predict.meta_models import gpt
 
 NODE = Machine(
     name="a node",
@@ -179,7 +180,7 @@ def test_models_of_all_kinds_are_planned_as_the_class_of_their_file(kind, name, 
 def test_a_model_that_needs_other_inputs_prints_one_line(node, capsys, monkeypatch):
     pytest.importorskip("transformers")
     (node / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT}))
-    monkeypatch.setattr(planning, "_inputs", lambda *arguments: {"nonsense": 1})
+    monkeypatch.setattr(meta_models, "_inputs", lambda *arguments: {"nonsense": 1})
     status, _, errors = run(capsys, "--model", str(node / "config.json"))
     assert status == 2 and "BertForMaskedLM does not run on nonsense: " in errors and "or give --hidden and --layers" in errors
 
@@ -301,13 +302,13 @@ def test_the_largest_model_of_very_many_ranks_is_found(node):
 
 
 def test_the_largest_model_is_found_in_few_layouts_with_progress(node, capsys, monkeypatch):
-    tried, arrangement = [], planning.arrangement
+    tried, arrangement = [], largest_model.arrangement
 
     def count(model, *rest):
         tried.append(sum(param.numel() for param in model.parameters()))
         return arrangement(model, *rest)
 
-    monkeypatch.setattr(planning, "arrangement", count)
+    monkeypatch.setattr(largest_model, "arrangement", count)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     status, out, errors = run(capsys, "--params", "9999T", "--machine", "h200x8")
     assert status == 1 and "the largest GPT that fits has about 4." in out
@@ -328,7 +329,7 @@ def test_a_model_beyond_all_tiers_is_refused_by_its_size(node, capsys, params):
     [(("--params", "9999T"), 10**7), (("--hidden", "64", "--layers", "99999999"), 10**7), (("--hidden", "1024", "--layers", "2", "--vocab", "99999999999"), 10**7)],
 )
 def test_a_model_of_too_many_tensors_is_refused_with_the_limit(node, capsys, monkeypatch, arguments, nodes):
-    monkeypatch.setattr("infinity.tools.predict.planning.MOST_TENSORS", 1000)
+    monkeypatch.setattr("infinity.tools.predict.meta_models.MOST_TENSORS", 1000)
     status, _, errors = run(capsys, *arguments, "--nodes", str(nodes))
     assert status == 2
     assert errors.count("\n") == 1 and "at most 1,000 tensors: choose fewer layers" in errors
@@ -339,7 +340,7 @@ def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, mo
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     most = largest_parameters(NODE, Config(dtype="bf16"), arguments)
     assert most.is_most and str(most).startswith("about")
-    monkeypatch.setattr("infinity.tools.predict.planning.MOST_TENSORS", 200)
+    monkeypatch.setattr("infinity.tools.predict.meta_models.MOST_TENSORS", 200)
     few = largest_parameters(NODE, Config(dtype="bf16"), arguments)
     assert few.parameters < most.parameters and str(few).startswith("at least")
 
@@ -351,4 +352,4 @@ def test_impossible_activation_sizes_print_one_line(node, capsys):
 
 @pytest.mark.parametrize("share, text", [(0, "0%"), (1e-6, "<1%"), (0.02, "2%"), (1, "100%")])
 def test_a_share_that_rounds_to_zero_is_shown_as_below_1_percent(share, text):
-    assert planning._percent(share) == text
+    assert plan_report._percent(share) == text

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import psutil
 
+NUM_ROUNDS, NUM_REPEATS = 3, 3  # rounds of all figures, and repeats of one transfer in each round
 MOST_RATIO = 1.5  # of the largest value to the smallest, for a figure that repeats
 LEAST_SECONDS = 20e-6  # a time repeats if the values differ by less
 

@@ -227,5 +227,10 @@ def auto_device_nbytes(machine: Machine) -> int:
     return int(machine.device_memory * DEVICE_SHARES["cuda"]) if machine.device == "cuda" else machine.device_memory
 
 
+def device_budget_nbytes(machine: Machine, config: Config) -> int:
+    """The device budget of an engine with this configuration, before it has measured activations."""
+    return auto_device_nbytes(machine) if config.device_memory == "auto" else config.device_memory
+
+
 def _is_deferred(config: Config) -> bool:
     return config.update == "deferred" or config.watches_nonfinite

@@ -1,4 +1,4 @@
-"""tuning: the search finds settings as good as those of a full grid. Engines and commands read the written files."""
+"""`infinity calibrate`: the search finds settings as good as those of a full grid. Engines and commands read the written files."""
 
 import json
 import math
@@ -20,7 +20,8 @@ from infinity.errors import RenamedWarning
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
-from infinity.tools.measure import figures, probes, search, tuning
+from infinity.tools.measure import calibration, drive_tuning, figures, link_rates, probes, search
+from infinity.tools.measure.calibration_report import calibration_warnings
 from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.predict.machine import Machine
 
@@ -134,13 +135,13 @@ SMALL = """
     from infinity.system import drives
     from infinity.tools.measure import probes
     from infinity.tools.measure import search
-    from infinity.tools.measure import tuning
+    from infinity.tools.measure import drive_tuning, figures, link_rates
     import torch
     torch.set_num_threads(1)
     drives._SECONDS = 0.001
     probes.ROUND_NBYTES, probes.UPDATE_NUMEL = 1 << 20, 1 << 16
     probes.BLOCKS = {"cpu": (64, 2, 1, 16, torch.float32)}
-    tuning.MOST_NBYTES, tuning.LINK_NBYTES, tuning._ROUNDS = tuning.LEAST_NBYTES, 1 << 20, 1
+    drive_tuning.MOST_NBYTES, link_rates.LINK_NBYTES, figures.NUM_ROUNDS = drive_tuning.LEAST_NBYTES, 1 << 20, 1
 """
 
 
@@ -151,9 +152,9 @@ def small(monkeypatch, one_thread):
     monkeypatch.setattr(probes, "ROUND_NBYTES", MIB)
     monkeypatch.setattr(probes, "UPDATE_NUMEL", 1 << 16)
     monkeypatch.setattr(probes, "BLOCKS", {"cpu": (64, 2, 1, 16, torch.float32)})
-    monkeypatch.setattr(tuning, "MOST_NBYTES", tuning.LEAST_NBYTES)
-    monkeypatch.setattr(tuning, "LINK_NBYTES", MIB)
-    monkeypatch.setattr(tuning, "_ROUNDS", 1)  # every figure repeats
+    monkeypatch.setattr(drive_tuning, "MOST_NBYTES", drive_tuning.LEAST_NBYTES)
+    monkeypatch.setattr(link_rates, "LINK_NBYTES", MIB)
+    monkeypatch.setattr(figures, "NUM_ROUNDS", 1)  # every figure repeats
     monkeypatch.setattr(figures, "LEAST_SECONDS", math.inf)  # even an overhead of 0 repeats
     monkeypatch.setattr(search, "AXES", {"inflight_nbytes": [8 * MIB, 12 * MIB], "block_nbytes": [512 << 10, MIB], "num_queues": [1, 2]})
     monkeypatch.setattr(search, "GRID_ROUNDS", 25)
@@ -284,14 +285,14 @@ def slowed(real, by):
 
 
 def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path, small, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "_ROUNDS", 2)
-    monkeypatch.setattr(tuning, "_REPEATS", 1)
+    monkeypatch.setattr(figures, "NUM_ROUNDS", 2)
+    monkeypatch.setattr(figures, "NUM_REPEATS", 1)
     monkeypatch.setattr(figures, "LEAST_SECONDS", 20e-6)
     monkeypatch.setattr(figures, "MOST_RATIO", 1e3)
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
     monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
     monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
-    monkeypatch.setattr(tuning, "_median_rate", slowed(tuning._median_rate, 1e6))  # each of three mixes is slow in one round
+    monkeypatch.setattr(drive_tuning, "_median_rate", slowed(drive_tuning._median_rate, 1e6))  # each of three mixes is slow in one round
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0
     shown = capsys.readouterr()
@@ -317,19 +318,19 @@ def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
     names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s", "chunk_s")
     links = {name: Figure((3e9, 3e9, 3e9)) for name in names} | {"product": Figure((1e9, 9e9, 5e9))}
     cpu = torch.device("cpu")
-    assert tuning._machine(cpu, 1, [], links, None).device_tflops is None
+    assert calibration._machine(cpu, 1, [], links, None).device_tflops is None
     known = Machine(device="cpu", device_memory=1024, host_memory=1024, device_tflops=0.7, update_gparams=0.7)
-    found = tuning._machine(cpu, 1, [], links, known)
+    found = calibration._machine(cpu, 1, [], links, known)
     assert (found.device_tflops, found.update_gparams) == (0.7, 3.0)
-    assert tuning._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
+    assert calibration._machine(cpu, 1, [], links, replace(known, device="cuda")).device_tflops is None
 
 
 def test_warnings_name_directories_on_one_drive_and_slow_ones(paths):
     found = []
     for path, rate in zip(paths, (1e9, 0.2e9)):
         figures_of_mixes = dict.fromkeys(drives.MIXES, Figure((rate, rate, rate)))
-        found.append(tuning._Path(path, None, alone=figures_of_mixes, together=figures_of_mixes))
-    one_drive, slow = tuning._warnings(found, {}, 0.0)
+        found.append(drive_tuning.TunedDrive(path, None, alone=figures_of_mixes, together=figures_of_mixes))
+    one_drive, slow = calibration_warnings(found, {}, 0.0)
     assert one_drive.startswith(f"swap directories {paths[0]} and {paths[1]} lie on one ")
     assert slow.startswith(f"swap directory {paths[1]} is slow: 200 MB/s, and {paths[0]} reaches 1,000 MB/s. It gets 17% of the bytes; ")
 
@@ -341,9 +342,9 @@ def test_cores_of_other_busy_processes_are_counted():
         others = OtherProcesses()
         process.wait(timeout=60)
         assert others.num_cores() > 0.1
-    (line, advice) = tuning._warnings([], {}, len(os.sched_getaffinity(0)) / 2)
+    (line, advice) = calibration_warnings([], {}, len(os.sched_getaffinity(0)) / 2)
     assert "other processes kept" in line and "run calibrate again" in advice
-    assert tuning._warnings([], {}, 0.0) == []
+    assert calibration_warnings([], {}, 0.0) == []
 
 
 def test_mistakes_are_refused_before_anything_is_measured(paths, tmp_path, monkeypatch, capsys):

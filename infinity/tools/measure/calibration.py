@@ -1,0 +1,186 @@
+"""The `calibrate` command: finds the fastest settings of each drive, measures links and processors, and writes both to files.
+
+Knows directories, the output and the file. Must not know how bytes move (probes), or how many tokens hide all transfers (`plan`).
+
+# [Note: files of calibrate]
+# The settings of a drive's queues go to infinity-drive.json in the swap directory, where engines look for them. The output file receives the
+# directories as Config.swap_dirs, and the machine. calibrate writes all files at the end, so an interrupt changes nothing. The written rate
+# of a drive is the rate while all drives work. The sum of the rates is thus the bandwidth of an engine, also with two directories on a drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from infinity import config_files
+from infinity.config import Config
+from infinity.errors import BudgetError, ConfigError
+from infinity.output import check_file, give, write_json, write_text
+from infinity.plan.tiers import NVME
+from infinity.renamed import CONFIG_FIELDS, with_new_names
+from infinity.system import drives
+from infinity.tools.doctor.system import read_memory_limit
+from infinity.tools.measure import probes
+from infinity.tools.measure.calibration_report import calibration_report, calibration_text, calibration_warnings
+from infinity.tools.measure.drive_tuning import TunedDrive, probe_in, tune_drives
+from infinity.tools.measure.figures import Figure, OtherProcesses
+from infinity.tools.measure.link_rates import measure_links
+from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.predict.meta_models import gpt
+from infinity.tools.predict.plan_report import when_hidden
+from infinity.tools.predict.prediction import predict
+from infinity.tools.predict.workload import workload
+from infinity.tools.progress import Progress
+
+_GPT = {"hidden": 2048, "layers": 8, "heads": 16, "vocab": 256, "seq": 1024}
+_OF_SEVERAL = ("devices", "h2d_all_gbps", "d2h_all_gbps", "gather_gbps", "gather_latency_us")
+_KEPT = ("name", "nodes", "network_gbps")  # of an earlier [machine]: calibrate does not measure these
+
+
+def calibrate(arguments) -> int:
+    """The `calibrate` command. All arguments and the file are checked before the first measurement."""
+    output = arguments.output
+    check_file(output, "--output")
+    content = config_files.read(output) if output.exists() else {}
+    known = Machine.load(output) if "machine" in content else None
+    if not isinstance(content.get("config", {}), dict):
+        raise ConfigError(f"{output}: config: expected a table of settings")
+    paths = Config(swap_dirs=[path.absolute() for path in arguments.directories]).swap_dirs
+    try:
+        config_files.to_toml(content | {"config": _settings(output, content, paths)})
+    except TypeError as error:
+        raise ConfigError(f"{output} contains a value that calibrate cannot write back: {error}; name another file with --output") from None
+    world = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", world) != world:
+        raise ConfigError("calibrate measures one node: run it on one node, then add `nodes` and `network_gbps` to [machine] in the file")
+    with probes.launched(arguments.device) as (device, ranks), Progress() as progress, contextlib.ExitStack() as stack:
+        found, others = [], OtherProcesses()
+        if ranks.is_first:
+            found = [TunedDrive(path, stack.enter_context(probe_in(path))) for path in paths]
+            tune_drives(found, progress)
+        ranks.barrier()
+        links = measure_links(device, ranks, progress)
+        if ranks.is_first:
+            machine = _machine(device, ranks.world, found, links, known)
+            progress.finish()
+            warned = calibration_warnings(found, links, others.num_cores() if not ranks.are_several else 0.0)
+            give(calibration_report(output, machine, found, links, warned), calibration_text(found, links, ranks.world), arguments.json)
+            for text in warned:
+                print(f"infinity: warning: {text}", file=sys.stderr)
+            _write(output, config_files.read(output) if output.exists() else {}, machine, found)
+            if not arguments.json:
+                print(f"\ntokens per step of a GPT with all states on NVMe: {tokens_that_hide(machine)}")
+                print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
+    return 0
+
+
+def _machine(device: torch.device, world: int, found: list[TunedDrive], links: dict[str, Figure], known: Machine | None) -> Machine:
+    """The figures that repeat, as a Machine. All other values are those of `known`, from the earlier file."""
+    memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
+    kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
+    if known and world == 1 < known.devices:  # one process measures one of several devices
+        kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
+    measured = {
+        "device_tflops": links["product"].written(1e12),
+        "device_update_gparams": links.get("device_update", links["update"]).written(1e9),
+        "host_gbps": links["memory"].written(1e9),
+        "update_gparams": links["update"].written(1e9),
+        "h2d_gbps": links["h2d"].written(1e9),
+        "d2h_gbps": links["d2h"].written(1e9),
+        "h2d_all_gbps": links.get("h2d_all", links["h2d"]).written(1e9),
+        "d2h_all_gbps": links.get("d2h_all", links["d2h"]).written(1e9),
+        "gather_gbps": links["gather"].written(1e9) if "gather" in links else 0.0,
+        "copy_latency_us": links["copy_s"].written(1e-6),
+        "op_overhead_us": links["op_s"].written(1e-6),
+        "chunk_overhead_us": links["chunk_s"].written(1e-6),
+        "gather_latency_us": links["gather_s"].written(1e-6) if "gather_s" in links else None,
+    }
+    # Figures of another type of device do not apply.
+    earlier = _figures_of(known, measured) if known and known.device == device.type else {}
+    return Machine(
+        **earlier | {name: value for name, value in measured.items() if value is not None} | {"devices": world} | kept,
+        device=device.type,
+        device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # the default of an engine on the CPU
+        cores=len(os.sched_getaffinity(0)),
+        host_memory=memory,
+        drives=_drive_rates(found, known),
+    )
+
+
+def _drive_rates(found: list[TunedDrive], known: Machine | None) -> tuple[DriveRates, ...]:
+    before = {drive.path: drive for drive in known.drives} if known else {}
+    sharers = Counter(os.stat(each.path).st_dev for each in found)
+    rates = []
+    for each in found:
+        status, earlier = os.statvfs(each.path), before.get(str(each.path))
+        measured = {f"{mix}_gbps": figure.written(1e9) for mix, figure in each.together.items()}
+        rates.append(
+            DriveRates(
+                path=str(each.path),
+                **_figures_of(earlier, measured) | {name: value for name, value in measured.items() if value is not None},
+                capacity=status.f_bavail * status.f_frsize // sharers[os.stat(each.path).st_dev],
+                endurance=earlier.endurance if earlier else 0,
+            )
+        )
+    return tuple(rates)
+
+
+def _figures_of(value, names) -> dict[str, float]:
+    return {name: getattr(value, name) for name in names} if value is not None else {}
+
+
+def tokens_that_hide(machine: Machine) -> str:
+    """The number of tokens per step from which compute hides all transfers, in the words of `infinity plan`.
+
+    The model is a GPT with all states on NVMe. Models of all sizes have about the same ratio of bytes to operations.
+    """
+    dtype, batch = ("bf16", 16) if machine.device == "cuda" else ("fp32", 1)
+    subject = gpt(**_GPT, batch=batch, dtype=dtype)
+    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
+    try:
+        found = predict(subject.model, load, machine, Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype))
+    except ConfigError as error:  # a figure that did not repeat
+        return f"not known: {error}"
+    except BudgetError as error:
+        return f"not known: even a model of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
+    return when_hidden(found)
+
+
+# Files and output
+
+
+def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
+    """The table [config] of the file with new names and these swap directories. Raises ConfigError for a setting under both names."""
+    return with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ") | {"swap_dirs": list(map(str, paths))}
+
+
+def _write(output: Path, content: dict, machine: Machine, found: list[TunedDrive]) -> None:
+    """See [Note: files of calibrate]."""
+    for each in found:
+        if not each.alone["mixed"].repeats:
+            continue
+        fd = os.open(each.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            drives.store(fd, each.drive)
+            if drives.load(fd) != each.drive:
+                print(f"infinity: warning: {each.path / drives.CACHE_NAME} cannot be written: engines ignore these settings", file=sys.stderr)
+        finally:
+            os.close(fd)
+    content = content | {
+        "config": _settings(output, content, [each.path for each in found]),
+        "machine": machine.to_table(),
+    }
+    if output.suffix == ".json":
+        write_json(output, content)
+    else:
+        write_text(output, config_files.to_toml(content))

@@ -1,0 +1,182 @@
+"""Models on the meta device, where tensors have shapes but no bytes: a GPT by its sizes, or a transformers model by config.json.
+
+Knows the two kinds of models, tiles, and the largest number of tensors. Must not know plans, or how a prediction is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from infinity.config import Config
+from infinity.errors import ConfigError, UsageError
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import DTYPE_NBYTES, STORAGES
+from infinity.model.gpt import GPT
+from infinity.model.tiling import tile_limits, tile_to_fit
+from infinity.sizes import format_bytes
+
+MOST_TENSORS = 25_000  # of a model with tiles: layout, run and simulation then take about a minute
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on the meta device. run: runs a forward pass over the batch of one device, with `tokens` tokens."""
+
+    title: str
+    model: nn.Module
+    run: Callable[[], object]
+    tokens: int
+
+
+def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, dtype: str) -> Subject:
+    """A GPT with these sizes. batch: sequences per device."""
+    try:
+        with torch.device("meta"), _NothingDrawn():
+            model = GPT(hidden, layers, heads, vocab, seq).to(TORCH_DTYPES[dtype])
+        tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    except RuntimeError as error:
+        raise ConfigError(f"hidden {hidden}, vocab {vocab}, batch {batch} x {seq} tokens: {error}; choose smaller sizes") from None
+    num = sum(param.numel() for param in model.parameters())
+    title = f"GPT of {format_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens per device, {dtype}"
+    return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Skips initialisers: tensors on the meta device have no values, and initialisers would take most of the time."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
+    """A transformers model from config.json. Takes the class that the file names, or a causal language model, or a model without a head.
+
+    Raises UsageError without the package transformers, and ConfigError if transformers cannot create the model.
+    """
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        state = "is no ordinary file" if path.exists() else "does not exist"
+        raise ConfigError(f"--model: {path} {state}; name the config.json of a transformers model, or its folder")
+    try:
+        import transformers
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise UsageError(f"--model {path} needs transformers: pip install transformers; or give --hidden and --layers") from None
+    try:
+        found = AutoConfig.from_pretrained(path)
+        named = getattr(transformers, (found.architectures or [""])[0], None)
+        if named is None or getattr(named, "_from_config", None) is None:
+            named = AutoModelForCausalLM if type(found) in AutoModelForCausalLM._model_mapping else AutoModel
+        make = named.from_config if named in (AutoModelForCausalLM, AutoModel) else named._from_config
+        with torch.device("meta"):
+            model = make(found, dtype=TORCH_DTYPES[dtype])
+        inputs = _inputs(model, found, seq, batch, dtype)
+    except Exception as error:  # any error of transformers, on any file
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can create") from None
+    num = sum(param.numel() for param in model.parameters())
+    title = f"{type(model).__name__} of {format_count(num)} parameters: {batch} x {seq} tokens per device, {dtype}"
+
+    def run():
+        try:
+            return model(**inputs)
+        except RuntimeError:  # about sizes: _workload reports it
+            raise
+        except Exception as error:  # any error of the model's code
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            what = f"--model {path}: {type(model).__name__} does not run on {', '.join(inputs)}: {first}"
+            raise ConfigError(f"{what}; name a model of text, images or sound, or give --hidden and --layers") from None
+
+    return Subject(title, model, run, batch * seq)
+
+
+def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:
+    """Training inputs of a transformers model, by the argument names of `forward`: `seq` tokens, sound of about `seq` frames, or images.
+
+    Images have the size in the model's config. Models of tokens also get labels.
+    """
+    names = inspect.signature(model.forward).parameters
+    main = model.main_input_name
+    tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    found = {}
+    if "input_ids" in names:
+        found["input_ids"] = tokens
+    if "decoder_input_ids" in names:
+        found["decoder_input_ids"] = tokens
+    if "labels" in names and main == "input_ids":
+        found["labels"] = tokens
+    if "use_cache" in names or "cache" in names:
+        found["use_cache"] = False
+    if "pixel_values" in names:
+        vision = getattr(config, "vision_config", config)
+        sides = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
+        found["pixel_values"] = torch.empty(batch, getattr(vision, "num_channels", 3), *sides, dtype=TORCH_DTYPES[dtype], device="meta")
+    if "input_values" in names:
+        numel = (seq + 1) * math.prod(getattr(config, "conv_stride", (320,)))
+        found["input_values"] = torch.empty(batch, numel, dtype=TORCH_DTYPES[dtype], device="meta")
+    return found
+
+
+def num_heads(hidden: int) -> int:
+    """The number of heads with about 128 elements each."""
+    most = max(1, hidden // 128)
+    return next(heads for heads in range(most, 0, -1) if hidden % heads == 0)
+
+
+def format_count(num: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if num >= size:
+            return f"{num / size:.4g} {unit}"
+    return f"{num:,.0f}"
+
+
+def cut_to_fit(model: nn.Module, budget: int, config: Config) -> None:
+    """Tile the layers that the engine would tile with `budget` bytes of device memory. Raises TooManyTensors."""
+    itemsize = DTYPE_NBYTES[STORAGES[config.dtype].compute]
+    above, tile = tile_limits(config.tile_above, budget)
+    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))] if tile else []
+    rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]
+    num = sum(math.ceil(num_rows / max(1, tile // (num_columns * itemsize))) for num_rows, num_columns in rows)
+    if num > MOST_TENSORS:
+        raise TooManyTensors(f"the large layers have {num:,} tiles of at most {format_bytes(tile)}")
+    with few_tensors():
+        tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=itemsize)
+
+
+class TooManyTensors(ConfigError):
+    """A model with too many tensors for a plan in reasonable time."""
+
+    def __init__(self, what: str):
+        super().__init__(
+            f"{what}; a plan may have at most {MOST_TENSORS:,} tensors: choose fewer layers, or larger tiles by larger devices or tile_above"
+        )
+
+
+@contextlib.contextmanager
+def few_tensors() -> Iterator[None]:
+    """A context that raises TooManyTensors as soon as code inside registers more than MOST_TENSORS parameters."""
+    num = 0
+
+    def count(module, name, param):
+        nonlocal num
+        num += 1
+        if num > MOST_TENSORS:
+            raise TooManyTensors(f"the model has more than {MOST_TENSORS:,} parameter tensors")
+
+    registered = nn.modules.module.register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        registered.remove()
