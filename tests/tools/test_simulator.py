@@ -13,7 +13,7 @@ from infinity.plan.slots import HostCache
 from infinity.plan.tiers import NVME
 from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
-from infinity.tools.predict.rank import Step
+from infinity.tools.predict.step import Step
 from infinity.tools.predict.simulator import simulate
 
 NUMEL = 1000 * 1024

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from infinity.output import table
+from infinity.output import if_several, table
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.tools.measure.drive_tuning import TunedDrive
@@ -103,7 +103,7 @@ def calibration_text(found: list[TunedDrive], links: dict[str, Figure], world: i
     if len(found) > 1:
         rows += [_row(each, each.together, " at once") for each in found]
         rows.append(["sum", *[""] * 4, *(f"{sum(each.together[mix].value for each in found) / 1e9:.2f}" for mix in drives.MIXES)])
-    lines += [table(head, rows), f"\nlinks and processors{f', {world} devices' if world > 1 else ''}\n"]
+    lines += [table(head, rows), f"\nlinks and processors{if_several(world, f', {world} devices')}\n"]
     return "\n".join([*lines, table(["", "one device", "all at once, each", ""], _link_rows(links))])
 
 

@@ -81,7 +81,7 @@ class Bench:
         numbers = torch.randn(numel + _SHIFT * arguments.layers).to(torch.bfloat16)
         self.model = nn.Sequential(*(Layer(numel) for _ in range(arguments.layers)))
         self.engine = Engine(self.model, config, _Shifted(numbers))
-        self.device, self.world = self.engine.device, world
+        self.device = self.engine.device
         self.cuda = self.device.type == "cuda"
         self.pace = Pace()
         self.token = torch.zeros((), device=self.device)
@@ -157,7 +157,7 @@ class Bench:
             parts = [part for span in last for part in span.fetch]
             for part in parts:
                 part.copy.wait()
-        if self.world > 1:
+        if self.engine.ranks.are_several:
             with self._timed(seconds, "all_gather"):
                 for job in [weights.lanes.gather(part) for part in self._in_turn(parts)]:
                     job.wait()

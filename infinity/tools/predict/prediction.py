@@ -26,8 +26,8 @@ from infinity.plan.record import GRADIENTS, STATES, Record
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, leaves_device
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.rank import Step
 from infinity.tools.predict.simulator import Simulation, simulate
+from infinity.tools.predict.step import Step
 from infinity.tools.predict.workload import Workload
 
 

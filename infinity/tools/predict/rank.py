@@ -1,15 +1,11 @@
-"""A simulated rank: spans, chunks, the plan of a step, and the distances to the next uses.
+"""Simulates one rank: spans, chunks and lanes in a step, with the functions of `plan` that the engine calls.
 
-Knows the engine's data about a chunk, but no bytes. Must not know when a step is over, or how its time is shown. The methods of the lanes are
-in simulated_updates.py and simulated_weights.py.
+Knows the engine's data about a chunk, but no bytes. Must not know when a step is over, or how its time is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from infinity.plan import schedule
+from infinity.plan import schedule, slots
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement, look_ahead
@@ -17,22 +13,10 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.route import Route, to_gradient
 from infinity.plan.schedule import Moment, Use
 from infinity.plan.tiers import DEVICE, Tier, in_storage
-from infinity.tools.predict.clock import Clock, Flag
+from infinity.tools.predict.clock import Clock, Flag, PlayedLane
 from infinity.tools.predict.host import PlayedRecords, PlayedRequest
 from infinity.tools.predict.links import LINKS, Links
-
-
-@dataclass(frozen=True)
-class Step:
-    """The work of a step on a rank. uses: the trace. seconds: of compute, by position. gradients: parameters whose gradients are complete
-    after a position. backward: the first position after forward. deferred: updates follow step()."""
-
-    uses: Sequence[Use]
-    seconds: Sequence[float]
-    gradients: Sequence[Sequence[int]]
-    backward: int
-    deferred: bool
-    keep: bool
+from infinity.tools.predict.step import Step
 
 
 class PlayedChunk:
@@ -169,3 +153,295 @@ class Rank:
     def _next_gradient_use(self, chunk: PlayedChunk) -> float:
         in_use = bool(chunk.missing) or not chunk.updating.raised
         return to_gradient(self.route, chunk.index, chunk.span.index, num_begun=self.num_updates_begun, in_use=in_use)
+
+
+class Updates:
+    """Simulates gradients on their way to host memory, and updates: gradients.py, updates.py, and the decisions in engine/steps."""
+
+    def __init__(self, rank: Rank, gg: PlayedLane):
+        self.rank, self.gg = rank, gg
+        self.step, self.clock, self.records, self.links = rank.step, rank.clock, rank.records, rank.links
+        self.gc, self.lane = PlayedLane(self.clock), PlayedLane(self.clock)
+        self.under_way = self._num_arrivals = 0
+        self.waiting: list[PlayedChunk] = []
+        self._users = self.records.caches[GRADIENTS].users  # the gradient of each update in the lane
+        self._spill = rank.placement.slots[GRADIENTS] > 0 and self.step.deferred
+
+    def expect_gradients(self) -> None:
+        for chunk in self.rank.chunks:
+            chunk.missing = chunk.num_params if chunk.trainable else 0
+            chunk.update_expected = chunk.trainable and self.rank.moment(chunk) is Moment.GRADIENT
+
+    def gradients_arrive(self, position: int):
+        rank = self.rank
+        for param in self.step.gradients[position]:
+            if rank.layout.specs[param].trainable:
+                for index in rank.layout.chunks_of(param):
+                    yield from self._arrive(rank.chunks[index], param)
+        for index in rank.complete.get(position, ()):
+            chunk = rank.chunks[index]
+            chunk.weights_expected = False
+            if chunk.span.presence != "fetching":
+                self.records.drop(chunk, WEIGHTS)
+            if not rank.layout.partition.is_shared:
+                self._ready(chunk)
+        self.update_waiting()
+        while self.under_way > rank.placement.under_way_nbytes:
+            yield from rank.wait("d2h", self.records.changed)
+
+    def _arrive(self, chunk: PlayedChunk, param: int):
+        chunk.received = True
+        yield from self._finish_announced(chunk)
+        chunk.missing -= 1
+        self._num_arrivals += 1
+        chunk.gradient_number = self._num_arrivals
+        if self.rank.layout.partition.is_shared:
+            return
+        if chunk.homes[STATES].is_device:
+            chunk.gradient = Flag(True)
+            return
+        piece = next(piece for piece in self.rank.layout.chunks[chunk.index].pieces if piece.param == param)
+        nbytes = piece.numel * self.rank.layout.chunks[chunk.index].format.itemsize
+        self.under_way += nbytes
+        chunk.gradient = self.gc.push(self._run_collect(chunk, nbytes, nbytes, Flag(True)))
+
+    def reduce(self, chunk: PlayedChunk) -> None:
+        def work():
+            yield ("reduce_scatter", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+
+        self.under_way += chunk.nbytes
+        chunk.reduced = True
+        scattered = self.gg.push(work())
+        chunk.gradient = self.gc.push(self._run_collect(chunk, chunk.nbytes // self.rank.layout.partition.world, chunk.nbytes, scattered))
+        self._ready(chunk)
+
+    def _run_collect(self, chunk: PlayedChunk, nbytes: int, leaving: int, before: Flag):
+        yield before
+        if not chunk.homes[STATES].is_device:
+            take = self.records.obtain if chunk.has_gradient else self.records.fresh
+            entry = yield from take(chunk, GRADIENTS)
+            yield from self.records.begin_update({GRADIENTS: entry})
+            chunk.has_gradient = True
+            yield ("d2h", self.links.copy_seconds("d2h", nbytes), chunk.index, nbytes)
+            self.records.unpin(chunk, GRADIENTS, entry)
+            if self._spill:
+                self.records.clean_ahead(GRADIENTS)
+        self.under_way -= leaving
+        self.records.notify()
+
+    def _ready(self, chunk: PlayedChunk) -> None:
+        if self.rank.moment(chunk) is Moment.GRADIENT:
+            self.waiting.append(chunk)
+
+    def update_waiting(self) -> None:
+        for chunk in list(self.waiting):
+            if chunk.span.index not in self.rank.held:
+                self.waiting.remove(chunk)
+                chunk.updated = True
+                self._make_stale(chunk)
+                if chunk.behind and self.rank.may_wait(chunk):
+                    chunk.pending, chunk.update_expected = True, False
+                else:
+                    self.begin(chunk)
+                self.rank.num_updates_begun += 1  # counted only now: until then the requested record must not look like a victim
+
+    def _make_stale(self, chunk: PlayedChunk) -> None:
+        if not chunk.span.pinned and chunk.span.presence != "away":
+            self.rank.leave(chunk.span)
+
+    def begin(self, chunk: PlayedChunk) -> None:
+        chunk.pending = chunk.update_expected = False
+        weights = self.records.request(chunk, WEIGHTS, urgent=self.rank.moment(chunk) is not Moment.FETCH)
+        states = self.records.request(chunk, STATES, urgent=True)
+        gradient, copied = chunk.gradient, chunk.copied
+        there = (gradient, weights.granted, states.granted, copied)
+        gradient_stays = not chunk.homes[GRADIENTS].is_storage
+        if gradient.raised:
+            self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
+        self._users.append(gradient)
+        chunk.updating = self.lane.push(
+            self._run_update(chunk, weights, states, gradient, copied),
+            lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
+        )
+
+    def hurry(self, chunk: PlayedChunk) -> None:
+        self.lane.hurry(chunk.updating)
+
+    def _run_update(self, chunk: PlayedChunk, weights: PlayedRequest, states: PlayedRequest, gradient: Flag, copied: Flag):
+        yield gradient
+        gradient_entry = yield from self.records.obtain(chunk, GRADIENTS)
+        self.records.hurry(weights)
+        for request in (weights, states):
+            yield request.granted
+        entries = {WEIGHTS: weights.entry, STATES: states.entry}
+        for entry in entries.values():
+            yield from self.records.settle(entry)
+        yield copied
+        yield from self.records.begin_update(entries)
+        nbytes = 2 * chunk.record.nbytes + self.rank.placement.sizes[GRADIENTS][chunk.index]
+        yield ("update", self.links.update_seconds(nbytes), chunk.index, chunk.record.nbytes)
+        self.records.unpin(chunk, GRADIENTS, gradient_entry)
+        self.records.discard(chunk, GRADIENTS)
+        chunk.has_gradient = False
+        self.records.write_back(chunk, entries)
+        self._users.remove(gradient)
+        self.records.notify()
+
+    def _finish_announced(self, chunk: PlayedChunk):
+        if chunk.pending:
+            self.begin(chunk)
+        if not chunk.updating.raised:
+            self.records.hurry_all()
+        yield from self.rank.wait("update", chunk.updating)
+
+    def finish_step(self):
+        rank = self.rank
+        for chunk in rank.chunks:
+            if rank.layout.partition.is_shared and chunk.trainable and not chunk.reduced:  # gradients that were complete only after the last op
+                self.reduce(chunk)
+            chunk.reduced = False
+        self.update_waiting()
+        numel = sum(chunk.record.numel for chunk in rank.chunks if chunk.trainable and chunk.homes[STATES].is_device)
+        if numel:
+            yield ("compute", numel / (self.links.machine.device_update_gparams * 1e9), "update", 0)
+        left = [chunk for chunk in rank.chunks if not chunk.homes[STATES].is_device and chunk.received and not chunk.updated]
+        if not self.step.deferred:  # some parameter had no gradient
+            left.sort(key=lambda chunk: chunk.gradient_number)
+        for chunk in left:
+            self._make_stale(chunk)
+            chunk.pending = True
+            if rank.moment(chunk) is not Moment.FETCH:
+                self.begin(chunk)
+        for chunk in rank.chunks:
+            chunk.updated = chunk.received = chunk.behind = False
+
+
+class Weights:
+    """Simulates weights on their way to the ops: weights.py. The methods return the number of fetched chunks."""
+
+    def __init__(self, rank: Rank, updates: Updates, cg: PlayedLane, gg: PlayedLane):
+        self.rank, self.updates, self.cg, self.gg = rank, updates, cg, gg
+        self.records, self.links, self.route = rank.records, rank.links, rank.route
+
+    def issue(self, start: int):
+        """Carry out the plan's actions from number `start` up to the next Run."""
+        spans, chunks, num_fetched = self.rank.spans, self.rank.chunks, 0
+        for number in range(start, len(self.route.actions)):
+            match self.route.actions[number]:
+                case schedule.Run():
+                    break
+                case schedule.Read(index):
+                    self._read(spans[index])
+                case schedule.Copy(index):
+                    num_fetched += yield from self._copy(spans[index], needed=False)
+                case schedule.Gather(index):
+                    self._gather(spans[index])
+                case schedule.Evict(index):
+                    yield from self.evict(spans[index])
+                case schedule.ReadStates(index):
+                    chunk = chunks[index]
+                    if chunk.homes[STATES].is_storage and chunk.trainable and not chunk.updated and not chunk.pending:
+                        if self.records.caches[STATES].is_crowded():
+                            chunk.behind = True
+                        else:
+                            self.records.request(chunk, STATES, pin=False)
+                case schedule.Reduce(index):
+                    self.updates.reduce(chunks[index])
+        return num_fetched
+
+    def bring(self, span: PlayedSpan):
+        """Bring a span that an op needs now."""
+        num_fetched = 0
+        if span.presence == "away":
+            num_fetched = yield from self._copy(span, needed=True)
+        if span.presence == "fetching":
+            self._gather(span)
+            yield from self._settle(span)
+            span.presence = "home"
+        return num_fetched
+
+    def evict(self, span: PlayedSpan):
+        if span.pinned or span.presence == "away" or span.index in self.rank.held:
+            return
+        if span.presence == "fetching":
+            yield from self._settle(span)
+        self.rank.leave(span)
+
+    def _read(self, span: PlayedSpan) -> None:
+        if span.presence != "away":
+            return
+        for chunk in span.chunks:
+            if chunk.homes[WEIGHTS].is_device:
+                continue
+            chunk.weights_expected = True
+            if chunk.pending:
+                self.updates.begin(chunk)
+            elif chunk.updating.raised:
+                self.records.request(chunk, WEIGHTS, pin=False)
+
+    def _copy(self, span: PlayedSpan, *, needed: bool):
+        rank = self.rank
+        if span.presence != "away" or not (yield from self._make_room(span, needed)):
+            return 0
+        rank.used += span.nbytes
+        rank.peak = max(rank.peak, rank.used)
+        span.presence = "fetching"
+        in_backward = self.route.cursor.position >= rank.step.backward
+        for chunk in span.chunks:
+            if chunk.pending:
+                self.updates.begin(chunk)
+            self.updates.hurry(chunk)
+            chunk.request = None
+            if not chunk.homes[WEIGHTS].is_device:
+                chunk.request = self.records.request(chunk, WEIGHTS, urgent=needed)
+            chunk.weights_expected = self.route.wants_weights(chunk.index, span.index, in_backward=in_backward)
+            chunk.gathered = Flag(True)
+            chunk.copied = self.cg.push(self._run_copy(chunk, chunk.request, chunk.updating))
+        return len(span.chunks)
+
+    def _run_copy(self, chunk: PlayedChunk, request: PlayedRequest | None, updating: Flag):
+        if request is not None:
+            if not request.granted.raised:  # others wait for this lane
+                self.records.hurry(request)
+            yield request.granted
+            yield from self.records.settle(request.entry)
+        yield updating
+        if request is not None:
+            nbytes = chunk.record.weight_nbytes
+            yield ("h2d", self.links.copy_seconds("h2d", nbytes), chunk.index, nbytes)
+            self.records.unpin(chunk, WEIGHTS, request.entry)
+
+    def _gather(self, span: PlayedSpan) -> None:
+        if not self.rank.layout.partition.is_shared or span.presence != "fetching":
+            return
+        for chunk in span.chunks:
+            if chunk.gathered.raised:
+                chunk.gathered = self.gg.push(self._run_gather(chunk, chunk.copied))
+
+    def _run_gather(self, chunk: PlayedChunk, copied: Flag):
+        yield copied
+        yield ("all_gather", self.links.collective_seconds(chunk.nbytes), chunk.index, chunk.nbytes)
+
+    def _settle(self, span: PlayedSpan):
+        for chunk in span.chunks:
+            if chunk.request is not None and not chunk.copied.raised:
+                self.records.hurry(chunk.request)
+        for chunk in span.chunks:
+            if not chunk.copied.raised:
+                yield from self.rank.wait("update", chunk.updating)
+                if chunk.request is not None:
+                    yield from self.rank.wait("nvme_read", chunk.request.granted)
+                    yield from self.rank.wait("nvme_read", *self.records.settle(chunk.request.entry))
+                yield from self.rank.wait("h2d", chunk.copied)
+            yield from self.rank.wait("all_gather", chunk.gathered)
+
+    def _make_room(self, span: PlayedSpan, needed: bool):
+        rank = self.rank
+        if rank.used + span.nbytes <= rank.budget:
+            return True
+        others = [s.index for s in rank.spans if s.presence != "away" and not s.pinned and s.index not in rank.held]
+        for victim in slots.victims(span.index, others, self.route.to_span, needed=needed):
+            yield from self.evict(rank.spans[victim])
+            if rank.used + span.nbytes <= rank.budget:
+                return True
+        return needed
