@@ -241,10 +241,9 @@ TOO_LARGE = {
     },
     "function": {
         "_adam": (65, 23),
-        "_connect": (110, 16),
         "adam_step": (60, 9),
         "SGD.__init__": (60, 9),  # those of torch's SGD, and three of every optimizer
-        "plan": (160, 11),
+        "plan": (60, 11),
         "workload": (80, 8),
     },
 }

@@ -158,24 +158,8 @@ def assemble(
         swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
         if swap is not None:
             undo.callback(swap.close)
-        made = _connect(
-            named,
-            written_in_forward(model, named),
-            config,
-            device,
-            ranks,
-            events,
-            training,
-            layout_,
-            records,
-            placement,
-            host_budget,
-            swap,
-            extents,
-            compresses,
-            num_cores,
-            undo,
-        )
+        parts = (layout_, records, placement, host_budget, swap, extents, compresses, num_cores)
+        made = _connect(_Inputs(named, config, device, ranks, events, training, *parts), written_in_forward(model, named), undo)
         undo.pop_all()
     capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
     return replace(made, ahead=ahead, tiers=capacities)
@@ -191,74 +175,125 @@ def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
     return ahead
 
 
-def _connect(
-    named: Named,
-    written: set[int],
-    config: Config,
-    device: torch.device,
-    ranks: Ranks,
-    events: Events,
-    training: Training,
-    layout_: Layout,
-    records: list[Record],
-    placement: planner.Placement,
-    host_budget: int,
-    swap: Storage | None,
-    extents: dict[str, list[Extent | None]],
-    compresses: bool,
-    num_cores: int,
-    undo: contextlib.ExitStack,
-) -> Assembly:
-    cuda, keep, course = device.type == "cuda", config.residency == "auto", Course()
-    if not cuda:
+@dataclass(frozen=True)
+class _Inputs:
+    """The decisions before the first part is built. extents: on NVMe, by kind and chunk. compresses: the swap is fast enough to code floats."""
+
+    named: Named
+    config: Config
+    device: torch.device
+    ranks: Ranks
+    events: Events
+    training: Training
+    layout: Layout
+    records: list[Record]
+    placement: planner.Placement
+    host_budget: int
+    swap: Storage | None
+    extents: dict[str, list[Extent | None]]
+    compresses: bool
+    num_cores: int
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> Assembly:
+    """Build the parts. written: indices of parameters that forward passes write."""
+    config, device, events, placement, course = given.config, given.device, given.events, given.placement, Course()
+    if not given.on_cuda:
         keep_freed_memory()
-    names = {spec.format.compute for spec in layout_.specs}
-    banks = {name: torch.full((len(named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
-    pairs = zip(named, layout_.specs)
-    params = [ParameterState(i, name, param, banks[s.format.compute], trainable=s.trainable) for i, ((name, param), s) in enumerate(pairs)]
-    for index in written:
-        params[index].written_in_forward = True
-    spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
-    pairs = zip(layout_.chunks, records)
-    chunks = [ChunkState(chunk, record, ranks.rank, spans[chunk.span]) for chunk, record in pairs]
-    for index, chunk in enumerate(chunks):
-        chunk.weights_home = placement.homes[WEIGHTS][index]
-        chunk.states_home = placement.homes[STATES if chunk.trainable else WEIGHTS][index]
-    registry = Registry(layout_, params, spans, chunks)
-    tier, freed = _device_tier(placement, cuda)
-    for span in spans:
-        span.pinned = placement.pinned or chunks[span.span.chunks[0]].states_home.is_device
+    registry = _registry(given, written)
+    tier, freed = _device_tier(placement, given.on_cuda)
+    for span in registry.spans:
+        span.pinned = placement.pinned or registry.chunks[span.span.chunks[0]].states_home.is_device
         if span.pinned:
             tier.book(span.nbytes)
             tier.allocate(span)
 
-    arena, lock = Arena(pin=cuda), Monitor()
+    arena = Arena(pin=given.on_cuda)
     undo.callback(arena.close)
-    compressor_ = None
+    compressor_ = _compressor(given, registry.chunks, arena, undo)
+    caches: dict[str, HostCache] = {}
+    failure = FirstFailure(given.ranks.report)
+    keep = config.residency == "auto"
+    records_ = RecordMover(compressor_ or given.swap, caches, Monitor(), events, failure, keep=keep, who=given.ranks.label)
+    undo.callback(records_.close)
+    staging = _fill_caches(given, caches, registry.chunks, arena, course)
+
+    gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if given.on_cuda else None
+    undo.callback(gather_lane.close)
+    gradients = Gradients(
+        registry,
+        records_,
+        ReduceScatter(given.ranks, tier, gather_lane, gather_stream, device, events),
+        staging=staging,
+        accumulate=given.training.accumulating,
+        spill=placement.slots[GRADIENTS] > 0 and (given.training.deferred or given.training.accumulating),
+        limit_nbytes=placement.under_way_nbytes,
+    )
+    undo.callback(gradients.close)
+    threads = given.num_cores - (given.num_cores // 8 if given.on_cuda else 0)  # the other cores are for threads that launch kernels
+    seed = config.seed if given.layout.rounds_moments else None
+    updater = Updater(records_, gradients, course, events, deferred=given.training.deferred, threads=threads, seed=seed)
+    undo.callback(updater.close)
+    values = Values(registry, records_, updater, tier, given.ranks)
+    weights = Weights(values, course, gather_lane, gather_stream, device, events)
+    undo.callback(weights.close)
+    parts = (given.layout, placement, given.swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights)
+    made = Assembly(*parts, activations=None, host_nbytes=given.host_budget, freed=freed)
+    if leaves_device(config.activation_tier):
+        made.keep_activations(tier_of(config.activation_tier))
+    return made
+
+
+def _registry(given: _Inputs, written: set[int]) -> Registry:
+    """The states of all parameters, spans and chunks. Placeholders of one dtype share a bank of NaNs."""
+    layout_, homes, device = given.layout, given.placement.homes, given.device
+    names = {spec.format.compute for spec in layout_.specs}
+    banks = {name: torch.full((len(given.named),), float("nan"), device=device).to(TORCH_DTYPES[name]) for name in names}
+    pairs = zip(given.named, layout_.specs)
+    params = [ParameterState(i, name, param, banks[s.format.compute], trainable=s.trainable) for i, ((name, param), s) in enumerate(pairs)]
+    for index in written:
+        params[index].written_in_forward = True
+    spans = [SpanState(s, [params[i] for i in s.params], device) for s in layout_.spans]
+    pairs = zip(layout_.chunks, given.records)
+    chunks = [ChunkState(chunk, record, given.ranks.rank, spans[chunk.span]) for chunk, record in pairs]
+    for index, chunk in enumerate(chunks):
+        chunk.weights_home = homes[WEIGHTS][index]
+        chunk.states_home = homes[STATES if chunk.trainable else WEIGHTS][index]
+    return Registry(layout_, params, spans, chunks)
+
+
+def _compressor(given: _Inputs, chunks: list[ChunkState], arena: Arena, undo: contextlib.ExitStack) -> Compressor | None:
+    """Give each chunk its extents and its log of late updates. Returns the compressor that reads and writes the extents, if there are any."""
+    placement, extents = given.placement, given.extents
     buffers_nbytes, pool_nbytes, num_late = placement.compression_nbytes, placement.pool_nbytes, placement.num_late
-    if not compresses:  # the plan may have buffers, and a pool for compressed gradients: use both as a pool for whole gradients
-        late = [records[index] for index in planner.late_chunks(placement) if num_late]
+    if not given.compresses:  # the plan may have buffers, and a pool for compressed gradients: use both as a pool for whole gradients
+        late = [given.records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
         num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
+    made = None
     if any(map(any, extents.values())):  # also without codes and late moments: the compressor leaves out writes of zeros
-        compressor_ = Compressor(swap, arena, buffers_nbytes, pool_nbytes if compresses or num_late else 0)
-        undo.callback(compressor_.close)
+        made = Compressor(given.swap, arena, buffers_nbytes, pool_nbytes if given.compresses or num_late else 0)
+        undo.callback(made.close)
     rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
     late_nbytes = [in_slot - nbytes if num_late and extent is not None else 0 for in_slot, nbytes, extent in rooms]
     for index, (chunk, redo) in enumerate(zip(chunks, redo_logs(late_nbytes, num_late))):
         chunk.redo = redo
         chunk.extents = {kind: extents[kind][index] for kind in KINDS}
         for kind, extent in chunk.extents.items():
-            if compressor_ is not None and extent is not None:
+            if made is not None and extent is not None:
                 log = redo if kind == STATES else None
-                chunk.extents[kind] = compressor_.compressed(extent, chunk.record.of(kind, late=log is not None), log)
-    caches: dict[str, HostCache] = {}
-    who = ranks.label
-    failure = FirstFailure(ranks.report)
-    records_ = RecordMover(compressor_ or swap, caches, lock, events, failure, keep=keep, who=who)
-    undo.callback(records_.close)
+                chunk.extents[kind] = made.compressed(extent, chunk.record.of(kind, late=log is not None), log)
+    return made
+
+
+def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[ChunkState], arena: Arena, course: Course) -> torch.Tensor | None:
+    """Reserve host memory: slots, and areas of records that stay there. Returns a staging buffer for gradients on CUDA: uint8, pinned."""
+    placement = given.placement
     next_uses = (course.next_weights_use, course.next_states_use, course.next_gradient_use)
-    staging = None
     with arena.together():
         for kind, next_use in zip(KINDS, next_uses):
             sizes, count = placement.sizes[kind], placement.slots[kind]
@@ -266,34 +301,10 @@ def _connect(
             resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index].is_host}
             for index, area in _areas(arena, resident).items():
                 caches[kind].add_resident(chunks[index], area)
-        if cuda:
-            largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
-            staging = arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
-
-    gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if cuda else None
-    undo.callback(gather_lane.close)
-    gradients = Gradients(
-        registry,
-        records_,
-        ReduceScatter(ranks, tier, gather_lane, gather_stream, device, events),
-        staging=staging,
-        accumulate=training.accumulating,
-        spill=placement.slots[GRADIENTS] > 0 and (training.deferred or training.accumulating),
-        limit_nbytes=placement.under_way_nbytes,
-    )
-    undo.callback(gradients.close)
-    threads = num_cores - (num_cores // 8 if cuda else 0)  # the other cores are for threads that launch kernels
-    seed = config.seed if layout_.rounds_moments else None
-    updater = Updater(records_, gradients, course, events, deferred=training.deferred, threads=threads, seed=seed)
-    undo.callback(updater.close)
-    values = Values(registry, records_, updater, tier, ranks)
-    weights = Weights(values, course, gather_lane, gather_stream, device, events)
-    undo.callback(weights.close)
-    parts = (layout_, placement, swap, compressor_, arena, registry, tier, course, records_, gradients, updater, values, weights)
-    made = Assembly(*parts, activations=None, host_nbytes=host_budget, freed=freed)
-    if leaves_device(config.activation_tier):
-        made.keep_activations(tier_of(config.activation_tier))
-    return made
+        if not given.on_cuda:
+            return None
+        largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
+        return arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
 
 
 def _make_swap(

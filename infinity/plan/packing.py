@@ -202,7 +202,7 @@ class Layout:
     def __repr__(self):
         return (
             f"Layout({len(self.specs)} parameters, {self.num_parameters} elements, "
-            f"{len(self.chunks)} chunks in {len(self.spans)} spans, {self.partition})"
+            f"{len(self.chunks)} chunks in {len(self.spans)} spans, world {self.partition.world})"
         )
 
 

@@ -182,133 +182,163 @@ def plan(
     A fetch runs ahead only if the room costs no span that is needed sooner. Spans of the current op are fetched even beyond the budget:
     the executor waits for memory, or reports the missing amount.
     """
-    next_use = NextUse(uses)
-    fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by own ops: (position, place in the op, span)
-    for position, use in enumerate(uses):
-        for place, span in enumerate(dict.fromkeys(use.spans)):
-            fetches.setdefault(span, []).append((position, place, span))
-    span_of, slots_of = span_of or {}, slots_of or {}
-    resident: set[int] = set()
-    reads: set[int] = set()  # read, not yet copied
-    ahead: set[int] = set()  # copied, not yet used
-    gathered: set[int] = set()
-    stale: list[tuple[int, int]] = sorted((position, span_of[chunk]) for position, chunk in updates)
-    num_stale = num_states = num_updated = num_reduced = 0
-    actions: list[Action] = []
-    used = 0
-    coming = _Ordered()  # by the next fetch: spans that are not on the device, or copied and not yet used
-    leaving = _Ordered()  # by the next use, farthest first: resident spans
-    for first, *_ in fetches.values():
-        coming.put(first)
-
-    def expect(span: int, position: int) -> None:
-        later = fetches.get(span, ())
-        index = bisect_left(later, (position + 1,))
-        if index < len(later):
-            coming.put(later[index])
-        else:
-            coming.discard(span)
-
-    def evict(span: int, position: int) -> None:
-        nonlocal used
-        leaving.discard(span)
-        expect(span, position)
-        resident.discard(span)
-        gathered.discard(span)
-        ahead.discard(span)
-        used -= nbytes[span]
-        actions.append(Evict(span))
-
-    def copy(span: int, position: int) -> None:
-        nonlocal used
-        leaving.put((-next_use.after(span, position), span))
-        if span not in reads:
-            actions.append(Read(span))
-        reads.discard(span)
-        resident.add(span)
-        ahead.add(span)
-        used += nbytes[span]
-        actions.append(Copy(span))
-
-    def gather(span: int) -> None:
-        if span not in gathered:
-            gathered.add(span)
-            actions.append(Gather(span))
-
-    def make_room(span: int, position: int, before: int, needed: Collection[int]) -> bool:
-        """Evict spans with uses later than `before`, farthest first, until `span` fits. Returns False, and evicts nothing, if that is not
-        enough.
-        """
-        missing = used + nbytes[span] - budget
-        if missing <= 0:
-            return True
-        victims = []
-        for minus_later, victim in leaving.keys:
-            if missing <= 0 or -minus_later <= before:
-                break
-            if nbytes[victim] and victim not in needed:
-                victims.append(victim)
-                missing -= nbytes[victim]
-        if missing > 0:
-            return False
-        for victim in victims:
-            evict(victim, position)
-        return True
-
-    def upcoming(count: int) -> list[tuple[int, int]]:
-        """The next `count` fetches as (position, span): uses of spans that are not on the device, or copied and not yet used."""
-        return [(later, span) for later, _, span in coming.keys[:count]]
-
+    planner = _Planner(uses, nbytes, budget, reductions, updates, span_of or {})
     for position in range(-1, len(uses)):
-        needed: set[int] = set()
-        if position >= 0:
-            actions.append(Run(position))
-            needed = {*uses[position].spans, *uses[position].held}
-            ahead -= needed
-            for span in needed:
-                if span in resident:
-                    leaving.put((-next_use.after(span, position), span))
-                    coming.discard(span)
-                else:
-                    expect(span, position)
-        while num_reduced < len(reductions) and reductions[num_reduced][0] < position:
-            actions.append(Reduce(reductions[num_reduced][1]))
-            num_reduced += 1
-        while num_updated < len(updates) and updates[num_updated][0] < position:
-            num_updated += 1
-        while num_stale < len(stale) and stale[num_stale][0] < position:
-            span = stale[num_stale][1]
-            num_stale += 1
-            if span in resident and nbytes[span] and span not in needed:
-                evict(span, position)
+        needed = planner.begin_op(position)
+        planner.note_gradients(position, needed)
         if not keep:
-            horizon = max((later for later, _ in upcoming(3)), default=position)
-            beyond = leaving.keys[: bisect_left(leaving.keys, (-horizon,))]
-            for span in sorted(span for _, span in beyond if nbytes[span] and span not in needed):
-                evict(span, position)
-        for span in uses[position].spans if position >= 0 else ():
-            if span not in resident:
-                make_room(span, position, position, needed)
-                copy(span, position)
-                ahead.discard(span)
-                coming.discard(span)
-            gather(span)
+            planner.evict_unneeded(position, needed)
+        planner.fetch(position, needed)
+        planner.read(read_ahead, slots_ahead, slots_of or {})
+        planner.read_states(states_ahead)
+    return planner.actions
+
+
+class _Planner:
+    """A plan in the making: the spans on the device, and the actions up to the current position. See `plan` for the arguments."""
+
+    def __init__(self, uses, nbytes, budget, reductions, updates, span_of):
+        self.uses, self.nbytes, self.budget, self.reductions, self.updates = uses, nbytes, budget, reductions, updates
+        self.next_use = NextUse(uses)
+        self.fetches: dict[int, list[tuple[int, int, int]]] = {}  # a span's uses by own ops: (position, place in the op, span)
+        for position, use in enumerate(uses):
+            for place, span in enumerate(dict.fromkeys(use.spans)):
+                self.fetches.setdefault(span, []).append((position, place, span))
+        self.resident: set[int] = set()
+        self.reads: set[int] = set()  # read, not yet copied
+        self.ahead: set[int] = set()  # copied, not yet used
+        self.gathered: set[int] = set()
+        self.stale: list[tuple[int, int]] = sorted((position, span_of[chunk]) for position, chunk in updates)
+        self.num_stale = self.num_states = self.num_updated = self.num_reduced = 0
+        self.actions: list[Action] = []
+        self.used = 0
+        self.coming = _Ordered()  # by the next fetch: spans that are not on the device, or copied and not yet used
+        self.leaving = _Ordered()  # by the next use, farthest first: resident spans
+        for first, *_ in self.fetches.values():
+            self.coming.put(first)
+
+    def begin_op(self, position: int) -> set[int]:
+        """The op at a position runs; before the first op, position is -1. Returns the spans that the op needs."""
+        if position < 0:
+            return set()
+        self.actions.append(Run(position))
+        needed = {*self.uses[position].spans, *self.uses[position].held}
+        self.ahead -= needed
+        for span in needed:
+            if span in self.resident:
+                self.leaving.put((-self.next_use.after(span, position), span))
+                self.coming.discard(span)
+            else:
+                self._expect(span, position)
+        return needed
+
+    def note_gradients(self, position: int, needed: Collection[int]) -> None:
+        """Reduce gradients that earlier ops have completed, and evict spans whose device copy an update has made stale."""
+        while self.num_reduced < len(self.reductions) and self.reductions[self.num_reduced][0] < position:
+            self.actions.append(Reduce(self.reductions[self.num_reduced][1]))
+            self.num_reduced += 1
+        while self.num_updated < len(self.updates) and self.updates[self.num_updated][0] < position:
+            self.num_updated += 1
+        while self.num_stale < len(self.stale) and self.stale[self.num_stale][0] < position:
+            span = self.stale[self.num_stale][1]
+            self.num_stale += 1
+            if span in self.resident and self.nbytes[span] and span not in needed:
+                self._evict(span, position)
+
+    def evict_unneeded(self, position: int, needed: Collection[int]) -> None:
+        """Evict all spans with later uses than the next three fetches."""
+        horizon = max((later for later, _ in self._upcoming(3)), default=position)
+        beyond = self.leaving.keys[: bisect_left(self.leaving.keys, (-horizon,))]
+        for span in sorted(span for _, span in beyond if self.nbytes[span] and span not in needed):
+            self._evict(span, position)
+
+    def fetch(self, position: int, needed: Collection[int]) -> None:
+        """Copy and gather the spans of the current op. Copy the next two fetches, and gather the next one, if there is room."""
+        for span in self.uses[position].spans if position >= 0 else ():
+            if span not in self.resident:
+                self._make_room(span, position, position, needed)
+                self._copy(span, position)
+                self.ahead.discard(span)
+                self.coming.discard(span)
+            self._gather(span)
         for distance in (1, 2):
-            following = upcoming(distance)  # computed again: the victim of the first fetch may now be the second
+            following = self._upcoming(distance)  # computed again: the victim of the first fetch may now be the second
             if len(following) < distance:
                 break
             later, span = following[-1]
-            if span not in resident:
-                if not make_room(span, position, later, needed):
+            if span not in self.resident:
+                if not self._make_room(span, position, later, needed):
                     break
-                copy(span, position)
+                self._copy(span, position)
             if distance == 1:
-                gather(span)
-        for span in within((span for *_, span in coming.keys), read_ahead, slots_ahead, slots_of):
-            if span not in resident and span not in reads:
-                reads.add(span)
-                actions.append(Read(span))
-        while num_states < len(updates) and num_states < num_updated + states_ahead:
-            actions.append(ReadStates(updates[num_states][1]))
-            num_states += 1
-    return actions
+                self._gather(span)
+
+    def read(self, read_ahead: int, slots_ahead: int, slots_of: Mapping[int, int]) -> None:
+        """Read the spans of later fetches."""
+        for span in within((span for *_, span in self.coming.keys), read_ahead, slots_ahead, slots_of):
+            if span not in self.resident and span not in self.reads:
+                self.reads.add(span)
+                self.actions.append(Read(span))
+
+    def read_states(self, states_ahead: int) -> None:
+        """Read the states of the next updates."""
+        while self.num_states < len(self.updates) and self.num_states < self.num_updated + states_ahead:
+            self.actions.append(ReadStates(self.updates[self.num_states][1]))
+            self.num_states += 1
+
+    def _expect(self, span: int, position: int) -> None:
+        """Note the next fetch of a span."""
+        later = self.fetches.get(span, ())
+        index = bisect_left(later, (position + 1,))
+        if index < len(later):
+            self.coming.put(later[index])
+        else:
+            self.coming.discard(span)
+
+    def _evict(self, span: int, position: int) -> None:
+        self.leaving.discard(span)
+        self._expect(span, position)
+        self.resident.discard(span)
+        self.gathered.discard(span)
+        self.ahead.discard(span)
+        self.used -= self.nbytes[span]
+        self.actions.append(Evict(span))
+
+    def _copy(self, span: int, position: int) -> None:
+        self.leaving.put((-self.next_use.after(span, position), span))
+        if span not in self.reads:
+            self.actions.append(Read(span))
+        self.reads.discard(span)
+        self.resident.add(span)
+        self.ahead.add(span)
+        self.used += self.nbytes[span]
+        self.actions.append(Copy(span))
+
+    def _gather(self, span: int) -> None:
+        if span not in self.gathered:
+            self.gathered.add(span)
+            self.actions.append(Gather(span))
+
+    def _make_room(self, span: int, position: int, before: int, needed: Collection[int]) -> bool:
+        """Evict spans with uses later than `before`, farthest first, until `span` fits. Returns False, and evicts nothing, if that is not
+        enough.
+        """
+        missing = self.used + self.nbytes[span] - self.budget
+        if missing <= 0:
+            return True
+        victims = []
+        for minus_later, victim in self.leaving.keys:
+            if missing <= 0 or -minus_later <= before:
+                break
+            if self.nbytes[victim] and victim not in needed:
+                victims.append(victim)
+                missing -= self.nbytes[victim]
+        if missing > 0:
+            return False
+        for victim in victims:
+            self._evict(victim, position)
+        return True
+
+    def _upcoming(self, count: int) -> list[tuple[int, int]]:
+        """The next `count` fetches as (position, span): uses of spans that are not on the device, or copied and not yet used."""
+        return [(later, span) for later, _, span in self.coming.keys[:count]]
