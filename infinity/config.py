@@ -239,7 +239,7 @@ class Config:
 
     def _contradictions(self) -> list[str]:
         found = []
-        if self.optimizer_state_dtype == "bf16" and self.dtype in ("fp16", "fp32"):
+        if self.optimizer_state_dtype == "bf16" and self.dtype != "bf16":
             problem = f"optimizer_state_dtype='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"
             found.append(self._told("optimizer_state_dtype", problem))
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):

@@ -1,12 +1,14 @@
-"""A storage tier of ordinary files: one file per extent, read with preadv and written with pwrite by one thread.
+"""A storage tier of ordinary files: one file per extent, read with preadv and written with pwritev by one thread.
 
-It replaces the engine's swap files where direct I/O is not possible. `use_storage(FileStorage)` hands it to all engines that start later.
+The files replace the engine's swap files where direct I/O is not possible. `use_storage(FileStorage)` hands the class to all engines that
+start later. Each page has a checksum, because a storage answers for the bytes that it returns.
 """
 
 import errno
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,23 +57,30 @@ class FileStorage:
 
     nbytes_per_s = 0.0
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, rank: int = 0, **options: Any) -> None:
+    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, rank: int = 0, checksums: bool = True, **options: Any) -> None:
         self.read_nbytes = self.write_nbytes = 0
+        self._checks = checksums
         self._folders = [Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=path)) for path in paths]
-        self._files: dict[Path, int] = {}  # descriptors
+        self._extents: list[FileExtent] = []
+        self._sums: dict[tuple[Path, int], int] = {}  # checksum of a page, by its file and offset
         self._thread = ThreadPoolExecutor(1, "file-storage")
 
     def allocate(self, nbytes: int) -> FileExtent:
-        number = len(self._files)
+        number = len(self._extents)
         path = self._folders[number % len(self._folders)] / f"{number}.bin"
-        self._files[path] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        return FileExtent(path, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        path.touch(0o600, exist_ok=False)
+        self._extents.append(FileExtent(path, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES))
+        return self._extents[-1]
 
     def reserve(self) -> None:
-        """Files grow as they are written."""
+        """Give each file its full size, so that a full disk is an error at the start and not during the training."""
+        for extent in self._extents:
+            self._allocate(extent)
 
     def extend(self, nbytes: int) -> FileExtent:
-        return self.allocate(nbytes)
+        extent = self.allocate(nbytes)
+        self._allocate(extent)
+        return extent
 
     def read(self, extent: Any, buffer: memoryview, *, offset: int = 0, priority: int = 0, what: str = "") -> FileTransfer:
         self.read_nbytes += len(buffer)
@@ -86,8 +95,6 @@ class FileStorage:
 
     def close(self) -> None:
         self._thread.shutdown()
-        while self._files:
-            os.close(self._files.popitem()[1])
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -96,12 +103,30 @@ class FileStorage:
         return FileTransfer(job, f"a {op} of {len(buffer)} bytes, {extent.path.name}", len(buffer))
 
     def _run(self, op: str, move: Move, extent: FileExtent, buffer: memoryview, offset: int, what: str) -> None:
-        try:
-            moved = move(self._files[extent.path], [buffer], offset)
-        except OSError as error:
-            raise infinity.SwapError(error.errno, f"{what}{error.strerror}", str(extent.path)) from error
+        moved = self._call(extent, what, lambda file: move(file, [buffer], offset))
         if moved != len(buffer):
             raise infinity.SwapError(errno.EIO, f"{what}short {op}, {moved} of {len(buffer)} bytes", str(extent.path))
+        for begin in range(0, len(buffer) if self._checks else 0, PAGE_NBYTES):
+            page, found = (extent.path, offset + begin), zlib.crc32(buffer[begin : begin + PAGE_NBYTES])
+            if self._sums.setdefault(page, found) != found:
+                if op == "read":
+                    raise infinity.SwapError(errno.EIO, f"{what}wrong checksum at offset {offset + begin}", str(extent.path))
+                self._sums[page] = found
+
+    def _allocate(self, extent: FileExtent) -> None:
+        if extent.nbytes:
+            self._call(extent, "", lambda file: os.posix_fallocate(file, 0, extent.nbytes))
+
+    def _call(self, extent: FileExtent, what: str, call: Callable[[int], Any]) -> Any:
+        """The result of `call` with a descriptor, which is open only meanwhile: a process may have fewer descriptors than extents."""
+        try:
+            file = os.open(extent.path, os.O_RDWR)
+            try:
+                return call(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise infinity.SwapError(error.errno, f"{what}{error.strerror}", str(extent.path)) from error
 
 
 def train(directory: str | os.PathLike[str], num_steps: int = 4, **config: Any) -> tuple[list[float], list[torch.Tensor], EngineStats]:

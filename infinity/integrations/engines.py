@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 import infinity
 from infinity.engine.refused_trainers import note_integration
 from infinity.formats.assignment import ParameterDtypes, floating_parameters
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import STORAGES
 from infinity.output import say
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = ("bf16", "fp16", "fp32")  # values of Config.dtype that are precisions, too
 
 
 def has_engine(model: nn.Module) -> bool:
@@ -39,19 +39,20 @@ def taken(
     engine = infinity.engine_of(model) if has_engine(model) else None
     named = floating_parameters(model)
     dtype = (engine.dtypes if engine is not None else ParameterDtypes.of(named, (config or infinity.Config()).dtype)).main
-    if precision not in ("no", dtype):
+    computes_in = STORAGES[dtype].compute
+    if precision not in ("no", computes_in):
         change = f"use infinity.Config(dtype={precision!r}), which keeps fp32 masters, or " if precision in _DTYPES else ""
         raise infinity.ConfigError(
             f"{told} over an engine of dtype {dtype!r}: {change}omit the precision. Some trainers, such as those of TRL, set bf16=True by "
             f"default."
         )
     found = {param.dtype for _, param in named}
-    keeps_dtypes = engine is None and (len(found) > 1 or found == {_DTYPES[dtype]})
+    keeps_dtypes = engine is None and (len(found) > 1 or found == {TORCH_DTYPES[computes_in]})
     if engine is None:
         engine = infinity.offload(model, config)
     if note_integration(engine) and precision == "no" and STORAGES[dtype].master and not keeps_dtypes and engine.ranks.is_first:
         say(
-            f"{told} over an engine of dtype {dtype!r}: the model computes in {dtype}, with fp32 masters. If this is intended, add "
-            f"{asked(dtype)}. If not, use infinity.Config(dtype='fp32')"
+            f"{told} over an engine of dtype {dtype!r}: the model computes in {computes_in}, with fp32 masters. If this is intended, add "
+            f"{asked(computes_in)}. If not, use infinity.Config(dtype='fp32')"
         )
     return engine

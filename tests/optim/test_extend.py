@@ -11,6 +11,7 @@ from torch import nn
 import infinity
 from infinity.config import CHOICES
 from infinity.formats.format import STORAGES
+from infinity.integrations.engines import taken
 from infinity.model.gpt import GPT
 from infinity.optim.shard import CODECS
 
@@ -138,3 +139,17 @@ def test_a_coded_format_has_no_home_on_the_device(tmp_path):
 def test_a_format_name_is_registered_once():
     with pytest.raises(ValueError, match="exists already"):
         SCALED.register_format()
+
+
+def test_trainers_take_the_dtype_in_which_a_format_computes(tmp_path):
+    model = gpt()
+    config = infinity.Config(dtype=DTYPE, swap_dirs=tmp_path, device="cpu")
+    with taken(model, config, "bf16", told="bf16=True", asked=lambda dtype: f"{dtype}=True") as engine:
+        assert engine.config.dtype == DTYPE
+    with pytest.raises(infinity.ConfigError, match="fp16=True over an engine of dtype 'int16_block128'"):
+        taken(gpt(), config, "fp16", told="fp16=True", asked=lambda dtype: f"{dtype}=True")
+
+
+def test_bf16_moments_are_refused_for_a_format_that_a_program_adds():
+    with pytest.raises(infinity.ConfigError, match="bf16 moments go with dtype='bf16' only"):
+        infinity.Config(dtype=DTYPE, optimizer_state_dtype="bf16")

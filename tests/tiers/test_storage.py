@@ -1,6 +1,7 @@
 """A storage tier of the program: the example with ordinary files trains with the bits of the engine's own swap."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,30 @@ def test_an_error_of_the_storage_reaches_the_program(example, in_use, tmp_path, 
     with pytest.raises(infinity.SwapError, match=r"chunk \d+ \(weights\): short read, 0 of \d+ bytes") as caught:
         example.train(tmp_path)
     assert Path(caught.value.filename).name.endswith(".bin") and not list(tmp_path.iterdir())
+
+
+def test_the_example_finds_a_damaged_page(example, tmp_path):
+    storage = example.FileStorage([tmp_path])
+    extent = storage.allocate(8192)
+    storage.reserve()
+    storage.write(extent, memoryview(bytearray(b"a" * 8192)), what="chunk 0: ").wait()
+    with open(storage.path_of(extent), "r+b") as file:
+        file.seek(5000)
+        file.write(b"b")
+    storage.read(extent, memoryview(bytearray(4096))).wait()
+    with pytest.raises(infinity.SwapError, match="chunk 0: wrong checksum at offset 4096"):
+        storage.read(extent, memoryview(bytearray(4096)), offset=4096, what="chunk 0: ").wait()
+    storage.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_example_needs_no_descriptor_for_each_extent(example, tmp_path):
+    storage = example.FileStorage([tmp_path])
+    before = len(os.listdir("/proc/self/fd"))
+    extents = [storage.allocate(1) for _ in range(20)]
+    storage.reserve()
+    assert len(os.listdir("/proc/self/fd")) == before and {os.path.getsize(extent.path) for extent in extents} == {4096}
+    storage.close()
 
 
 def test_the_engine_uses_its_own_swap_by_default(tmp_path):
