@@ -34,7 +34,7 @@ from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
 from infinity.system.ranks import Ranks
-from infinity.system.storage import Extent, Storage, make_storage
+from infinity.system.storage import Extent, StorageTier, make_storage
 from infinity.system.swap_directory import room_nbytes
 from infinity.system.swap_owner import reclaim
 from infinity.tiers.activations import Activations
@@ -62,7 +62,7 @@ class Assembly:
 
     layout: Layout
     placement: planner.Placement
-    swap: Storage | None
+    swap: StorageTier | None
     compressor: Compressor | None
     arena: Arena
     registry: Registry
@@ -189,7 +189,7 @@ class _Inputs:
     records: list[Record]
     placement: planner.Placement
     host_budget: int
-    swap: Storage | None
+    swap: StorageTier | None
     extents: dict[str, list[Extent | None]]
     compresses: bool
     num_cores: int
@@ -309,7 +309,7 @@ def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[Chun
 
 def _make_swap(
     config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
-) -> tuple[Storage | None, dict[str, list[Extent | None]], bool]:
+) -> tuple[StorageTier | None, dict[str, list[Extent | None]], bool]:
     """Returns the storage at its full size, the extents by kind and chunk (None without bytes there), and whether records are compressed."""
     (total,) = ranks.most([placement.nvme_nbytes])
     if not total and not leaves_device(config.activation_tier):

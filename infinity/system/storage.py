@@ -1,4 +1,4 @@
-"""Storage: the interface between the engine and whatever keeps the bytes of a storage tier, and the place where a program hands in its own.
+"""The interface of a storage tier, such as files on NVMe, and the function by which a program replaces the engine's own tier.
 
 Knows extents and transfers. Must not know chunks, tensors or tiers. `Swap` in swap.py is the engine's own storage, over direct I/O.
 
@@ -7,9 +7,9 @@ Knows extents and transfers. Must not know chunks, tensors or tiers. `Swap` in s
 #   saved activations.
 # - `read` and `write` return at once. The buffer belongs to the transfer until `wait` has returned or raised.
 # - A read that overlaps an earlier write returns the bytes of that write.
-# - A transfer that fails raises SwapError, an OSError with errno, text and path, in each call of `wait`. The text begins with `what`, which
-#   names the rank, the chunk and the kind.
-# - Storage answers for its bytes: a read whose bytes are not those that were written fails with EIO.
+# - A transfer that fails raises SwapError, an OSError with errno, text and path, in each call of `wait`. The text begins with `what`:
+#   the rank, the chunk and the kind, with ": " at the end, or nothing.
+# - The storage answers for the bytes: if a read finds other bytes than were written, the read fails with EIO.
 # - After `close` nothing of the run is left in the directories.
 """
 
@@ -44,14 +44,14 @@ class Transfer(Protocol):
         """Return once it is over. Raises SwapError, in each call, if it failed."""
 
     def promote(self, priority: int = aio_ext.DEMAND) -> None:
-        """A thread waits for it: let it pass transfers of lower priority. Storage may ignore this."""
+        """A thread waits for the transfer: run it before transfers of lower priority. A storage may ignore this."""
 
     def in_words(self) -> str:
         """A phrase for reports about threads that wait, such as "a read of 16.0 MiB from NVMe"."""
 
 
-class Storage(Protocol):
-    """Storage of one rank, see [Note: what storage promises].
+class StorageTier(Protocol):
+    """The storage of one rank, see [Note: what storage promises].
 
     read_nbytes, write_nbytes: bytes of all reads and writes so far. nbytes_per_s: measured rate of both together, 0 without a measurement.
     """
@@ -82,13 +82,13 @@ class Storage(Protocol):
         """Finish all transfers and remove everything. Idempotent."""
 
 
-_make: Callable[..., Storage] = Swap
+_make: Callable[..., StorageTier] = Swap
 
 
-def use_storage(make: Callable[..., Storage]) -> Callable[..., Storage]:
+def use_storage(make: Callable[..., StorageTier]) -> Callable[..., StorageTier]:
     """Let engines of this process that start later keep their storage tier in make(...). Returns the function that was in use before.
 
-    make(paths, *, rank, world, run, expected_nbytes, checksums) -> Storage, with the arguments of `Swap`: paths are the directories of the
+    make(paths, *, rank, world, run, expected_nbytes, checksums) -> StorageTier, with the arguments of `Swap`: paths are the directories of the
     configuration.
     """
     global _make
@@ -96,6 +96,6 @@ def use_storage(make: Callable[..., Storage]) -> Callable[..., Storage]:
     return before
 
 
-def make_storage(paths, **options) -> Storage:
+def make_storage(paths, **options) -> StorageTier:
     """The storage of one rank in these directories."""
     return _make(paths, **options)

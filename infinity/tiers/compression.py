@@ -34,7 +34,7 @@ from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Section, cut
 from infinity.plan.record import Segment
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
-from infinity.system.storage import Extent, Storage, Transfer
+from infinity.system.storage import Extent, StorageTier, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
@@ -172,7 +172,7 @@ class Compressor:
     nbytes: size of the buffers, from the arena; with 0 nothing is compressed. pool_nbytes: of the arena, for gradients of late moments.
     """
 
-    def __init__(self, storage: Storage, arena: Arena, nbytes: int, pool_nbytes: int = 0):
+    def __init__(self, storage: StorageTier, arena: Arena, nbytes: int, pool_nbytes: int = 0):
         self.storage = storage
         self.pool = GradientPool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
@@ -200,7 +200,7 @@ class Compressor:
         return CompressedExtent(extent, sections, [section.nbytes for section in sections], redo or RedoLog())
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
-        """Read the whole extent after all its writes are over, without an unneeded gradient. Otherwise as `Storage.read`."""
+        """Read the whole extent after all its writes are over, without an unneeded gradient. Otherwise as `StorageTier.read`."""
         left, transfers, read, late = [], [], None, compressed.redo.late
         try:
             for section, stored in zip(compressed.sections, compressed.stored):
@@ -258,7 +258,7 @@ class Compressor:
 class _Press:
     """A lane that compresses writes into its own buffers, and submits them."""
 
-    def __init__(self, storage: Storage, pool: GradientPool | None, buffers: list[memoryview]):
+    def __init__(self, storage: StorageTier, pool: GradientPool | None, buffers: list[memoryview]):
         self.storage = storage
         self.pool = pool
         self.lane = Lane("compress")

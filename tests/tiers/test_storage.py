@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import infinity
-from infinity.system.storage import Storage, make_storage, use_storage
+from infinity.system.storage import StorageTier, make_storage, use_storage
 from infinity.system.swap import Swap
 
 PATH = Path(__file__).parent.parent.parent / "examples" / "extend" / "pread_tier.py"
-METHODS = [name for name, member in vars(Storage).items() if callable(member) and not name.startswith("_")]
+METHODS = [name for name, member in vars(StorageTier).items() if callable(member) and not name.startswith("_")]
 
 
 @pytest.fixture
