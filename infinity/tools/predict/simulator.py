@@ -7,10 +7,10 @@ torch, thread or file. Simulates one rank, because all ranks do the same at the 
 # [Note: the simulated engine]
 # Decisions come from the functions of `plan` that the engine calls. schedule.py decides the order of fetches and the time of an update,
 # route.py the distance to the next use, slots.py grants of slots and their victims. One generator per lane simulates the work:
-# rank.py has cg, gg, gc, rs and update, host.py has reads and writes, this file has the training
-# thread. A generator yields work on a link, or a flag that another generator raises. Links that work at the same time share capacity. A drive
-# that reads and writes has the mixed rate. Updates and copies share host memory. If the device is the CPU, all links except the drives share
-# the processors.
+# simulated_weights.py has cg and gg, rank.py has gc, rs and update, host.py has reads and writes, this file has the training thread. A
+# generator yields work on a link, or a flag that another generator raises. Links that work at the same time share capacity. A drive that
+# reads and writes has the mixed rate. Updates and copies share host memory. If the device is the CPU, all links except the drives share the
+# processors.
 # Not simulated: routes that differ from step to step, activations that leave the device, parts of gradients that leave the device together,
 # faults. Every op runs at the device's rate, whatever its shape.
 
@@ -25,7 +25,8 @@ from infinity.plan.record import Record
 from infinity.tools.predict.clock import PlayedLane, Work
 from infinity.tools.predict.links import LINKS, Links
 from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.rank import Rank, Updates, Weights
+from infinity.tools.predict.rank import Rank, Updates
+from infinity.tools.predict.simulated_weights import Weights
 from infinity.tools.predict.step import Step
 
 
