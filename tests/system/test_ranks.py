@@ -484,7 +484,7 @@ def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
         found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
         assert {lane for lane, _ in found[0]["collectives"]} == {"all_gather", "reduce_scatter"}
         assert all(rank["collectives"] == found[0]["collectives"] for rank in found)
-        assert all(rank["num_plans"] >= 1 for rank in found)
+        assert all(rank["num_prefetch_plans"] >= 1 for rank in found)
 
 
 # ---- parameters that not every rank uses ----
