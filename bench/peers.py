@@ -16,7 +16,7 @@ infinity records a trace, which takes time, and leaves the times of transfers in
 
 For infinity's steps on NVMe the bench also shows the time that the drive alone needs for the same bytes. The drive's rates for reads,
 writes, and both 14 to 12 are measured right before and after each of these runs, without an engine, with the settings that
-`infinity tune` left in --nvme. If there are none, they are measured first and left there. No step is faster than this time. A step whose
+`infinity calibrate` left in --nvme. If there are none, they are measured first and left there. No step is faster than this time. A step whose
 compute takes longer is slower.
 
 Bytes are per parameter and step, of all ranks together. NVMe bytes are infinity's own counters, and for the others the kernel's counters

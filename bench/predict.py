@@ -2,7 +2,7 @@
 
     python bench/predict.py [--nvme DIR] [--samples 5] [--steps 3] [--only NAME...] [--json FILE] [--plot FILE]
 
-First `infinity tune` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the engine
+First `infinity calibrate` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the engine
 and plain PyTorch with the same model, which do some steps in turn. A machine's speed changes from second to second, so each sample takes
 only a few seconds. A sample measures drive, copies and updates without an engine, and plain PyTorch's compute. From these numbers the
 step is predicted. Then the engine makes the given number of steps, after one that does not count. The error of a configuration is the
@@ -198,7 +198,7 @@ def made(model: dict, checkpoint: bool) -> GPT:
 
 
 def measured(nvme: Path) -> Machine:
-    """This machine, measured by `infinity tune`. If tune fails, its message and exit status are used."""
+    """This machine, measured by `infinity calibrate`. If calibrate fails, its message and exit status are used."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "infinity.toml"
         done = subprocess.run([sys.executable, "-m", "infinity", "calibrate", str(nvme), "--output", str(output)])

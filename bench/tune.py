@@ -1,4 +1,4 @@
-"""The search of `infinity tune` against a full grid of settings: the rate of each choice, and the time of each search.
+"""The search of `infinity calibrate` against a full grid of settings: the rate of each choice, and the time of each search.
 
     python bench/tune.py [--nvme DIR] [--rounds 3] [--pairs 41] [--json FILE] [--plot FILE]
 
