@@ -39,6 +39,9 @@ def _with_checked_names(cls):
 
     @functools.wraps(construct)
     def __init__(self, **values):
+        if all(field.name in values for field in dataclasses.fields(cls)):  # of dataclasses.replace: only a change can have an old name
+            changed = {new for old, new in CONFIG_FIELDS.items() if old in values}
+            values = {name: value for name, value in values.items() if name not in changed}
         values = with_new_names(values, CONFIG_FIELDS, f"{cls.__name__}: ")
         if problems := _unknown_fields(cls, values):
             raise ConfigError("\n".join(problems))
@@ -52,8 +55,8 @@ def _unknown_fields(cls, values):
     names = [field.name for field in dataclasses.fields(cls)]
     problems = []
     for unknown in (name for name in values if name not in names):
-        near = nearest(unknown, names)
-        cure = f"did you mean {near!r}?" if near else f"the fields are {', '.join(names)}"
+        near = nearest(unknown, [*names, *CONFIG_FIELDS])
+        cure = f"did you mean {CONFIG_FIELDS.get(near, near)!r}?" if near else f"the fields are {', '.join(names)}"
         problems.append(f"{cls.__name__} has no field {unknown!r}: {cure}")
     return problems
 

@@ -35,11 +35,14 @@ class RenamedWarning(DeprecationWarning):
 def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn with the program's line, not a line of this package. In a thread of this package, the stack has no line of the program.
 
-    Python shows a DeprecationWarning only for lines of `__main__`. Therefore `infinity/__main__.py` counts as the program.
+    Python shows a DeprecationWarning only for lines of `__main__`. Therefore `infinity/__main__.py` counts as the program. argparse calls
+    the parser of the command line, and dataclasses.replace calls the constructor of Config: these modules do not count as the program.
     """
     package = str(Path(__file__).parent) + os.sep
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package) and frame.f_globals.get("__name__") != "__main__":
+    while frame.f_back is not None and (module := frame.f_globals.get("__name__")) != "__main__":
+        if not frame.f_code.co_filename.startswith(package) and module not in ("argparse", "dataclasses"):
+            break
         frame = frame.f_back
     module = frame.f_globals.get("__name__")
     seen = frame.f_globals.setdefault("__warningregistry__", {}) if issubclass(category, DeprecationWarning) else None

@@ -180,11 +180,18 @@ def test_every_error_and_its_base_class_is_in_the_table_of_errors():
     assert rows == {name: error.__base__.__name__ for name, error in errors.items()}
 
 
-def test_every_key_of_stats_is_in_the_table_of_stats(tmp_path):
-    told = re.search(r"(?s)All of `stats\(\)`.*?\n\n(.*?)\n\n", TEXTS[ROOT / "docs/slow.md"])[1]
-    keys = [key for row in told.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])]
+def first_column(table):
+    return [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+
+def test_the_tables_of_stats_have_every_key_and_every_link(tmp_path):
+    page = TEXTS[ROOT / "docs/slow.md"]
+    keys = first_column(re.search(r"(?s)All of `stats\(\)`.*?\n\n(.*?)\n\n", page)[1])
+    links = first_column(re.search(r"(?s)\n(\| link \|.*?)\n\n", page)[1])
     with infinity.offload(torch.nn.Linear(4, 4), infinity.Config(swap_dirs=tmp_path, device="cpu")) as engine:
-        assert keys == list(engine.stats())
+        stats = engine.stats()
+        assert keys == list(stats)
+        assert set(links) == set(stats["links"])
 
 
 def test_the_table_of_measurements_is_the_same_on_all_pages():

@@ -95,10 +95,34 @@ def test_the_old_command_is_accepted_with_a_warning(capsys):
     assert "missing does not exist" in capsys.readouterr().err
 
 
-def test_a_shell_shows_the_warning_in_one_line():
-    command = [sys.executable, "-m", "infinity", "config", "show", "--set", "weights=host"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stderr == "infinity: warning: --set: weights is deprecated: use param_tier\n"
+@pytest.mark.parametrize(
+    "words, warning",
+    [
+        ("config show --set weights=host", "--set: weights is deprecated: use param_tier"),
+        ("train --help --weights host", "--weights is deprecated: use --param-tier"),
+        ("tune --help", "infinity tune is deprecated: use infinity calibrate"),
+    ],
+)
+def test_a_shell_shows_the_warning_in_one_line(words, warning):
+    done = subprocess.run([sys.executable, "-m", "infinity", *words.split()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == f"infinity: warning: {warning}\n"
+
+
+@pytest.mark.parametrize("old", VALUES)
+def test_replace_accepts_an_old_field_with_one_warning(old):
+    with pytest.warns(RenamedWarning) as found:
+        config = dataclasses.replace(Config(seed=1), **{old: VALUES[old]})
+    assert [(str(each.message), each.filename) for each in found] == [(f"Config: {old} is deprecated: use {CONFIG_FIELDS[old]}", __file__)]
+    assert config == Config(seed=1, **given_by_new_name(old))
+
+
+@pytest.mark.parametrize("unknown, old", [("weight", "weights"), ("state", "states"), ("moment", "moments")])
+def test_a_misspelt_old_name_leads_to_the_new_one(unknown, old, capsys):
+    new = CONFIG_FIELDS[old]
+    with pytest.raises(ConfigError, match=f"no field '{unknown}': did you mean '{new}'"):
+        Config(**{unknown: "host"})
+    assert main(["train", f"--{unknown}", "host"]) == 2
+    assert f"did you mean --{new.replace('_', '-')}?" in capsys.readouterr().err
 
 
 def test_a_dict_accepts_old_keys_with_a_warning():

@@ -159,10 +159,11 @@ def assemble(
         if swap is not None:
             undo.callback(swap.close)
         parts = (layout_, records, placement, host_budget, swap, extents, compresses, num_cores)
+        capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
         made = _connect(_Inputs(named, config, device, ranks, events, training, *parts), written_in_forward(model, named), undo)
+        made = replace(made, ahead=ahead, tiers=capacities)
         undo.pop_all()
-    capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
-    return replace(made, ahead=ahead, tiers=capacities)
+    return made
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
@@ -327,16 +328,16 @@ def _make_swap(
     expected_nbytes = total * local_world
     sharing = {"rank": local_rank, "world": local_world, "run": run}
     swap = make_storage(config.swap_dirs, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
-    rate = swap.nbytes_per_s / local_world
-    compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
-    sizes = placement.on_nvme if compresses else placement.sizes
-    extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
-    for index in range(len(placement.homes[WEIGHTS])):  # all kinds of a chunk lie together, because they are read together
-        for kind in KINDS:
-            nbytes = sizes[kind][index]
-            if placement.homes[kind][index].is_storage and nbytes:
-                extents[kind][index] = swap.allocate(nbytes)
     try:
+        rate = swap.nbytes_per_s / local_world
+        compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
+        sizes = placement.on_nvme if compresses else placement.sizes
+        extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
+        for index in range(len(placement.homes[WEIGHTS])):  # all kinds of a chunk lie together, because they are read together
+            for kind in KINDS:
+                nbytes = sizes[kind][index]
+                if placement.homes[kind][index].is_storage and nbytes:
+                    extents[kind][index] = swap.allocate(nbytes)
         swap.reserve()
     except BaseException:
         swap.close()

@@ -286,7 +286,7 @@ class Directory:
             else:
                 try:
                     refusal = _direct_refusal(direct, filesystem)
-                except OSError:
+                except BaseException:  # an open descriptor would keep the space of the removed file
                     os.close(direct)
                     raise
                 os.close(self.file if refusal is None else direct)

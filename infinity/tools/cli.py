@@ -84,8 +84,9 @@ class _Parser(argparse.ArgumentParser):
             message = f"there is no command {command[1]!r}"
         if "--output" in known and re.match(r"unrecognized arguments: [^\s-]\S*\.json$", message):
             message += "; --json takes no file: write one with --output"
-        near = nearest(unknown[1], known) if unknown else None
-        hint = f"; did you mean {near}?" if near else f"; see {self.prog} --help"
+        old_names = {old: new for old, new in OPTIONS.items() if new in known}
+        near = nearest(unknown[1], [*known, *old_names]) if unknown else None
+        hint = f"; did you mean {old_names.get(near, near)}?" if near else f"; see {self.prog} --help"
         raise ConfigError(message + hint)
 
     def parse_known_args(self, args=None, namespace=None):

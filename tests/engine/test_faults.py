@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from aio_ext import _aio
+from infinity.engine import build
 from infinity.engine import engine as engine_module
 from infinity.model.gpt import GPT
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
@@ -200,6 +201,24 @@ def test_an_interrupted_start_ends_the_threads_of_its_parts(tmp_path, monkeypatc
             infinity.AdamW(model.parameters())
         with pytest.raises(infinity.UsageError, match="could not start.*KeyboardInterrupt.*close.*anew"):
             infinity.AdamW(model.parameters())
+        engine.close()
+
+
+@pytest.mark.parametrize("where, name", [(Swap, "allocate"), (build, "RecordMover"), (build, "Weights"), (build, "with_capacities")])
+def test_a_part_that_cannot_be_built_leaves_nothing(tmp_path, monkeypatch, where, name):
+    """The model keeps its values: a second attempt succeeds."""
+
+    def failing(*args, **options):
+        raise MemoryError(name)
+
+    engine = infinity.offload(model := linears(), infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", **NVME))
+    with nothing_left(tmp_path):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match=name):
+            patch.setattr(where, name, failing)
+            infinity.AdamW(model.parameters())
+        with nothing_left(tmp_path):
+            pass
+        infinity.AdamW(model.parameters())
         engine.close()
 
 

@@ -353,6 +353,21 @@ def test_another_error_is_not_taken_for_a_refusal_of_o_direct(paths, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
+def test_an_interrupt_during_reserve_leaves_no_descriptor(paths, monkeypatch):
+    """A descriptor of the removed file would keep the space of the whole file."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(swap_directory, "_direct_refusal", interrupted)
+    fds = len(os.listdir("/proc/self/fd"))
+    with Swap(paths[:1]) as swap:
+        swap.allocate(1 << 20)
+        with pytest.raises(KeyboardInterrupt):
+            swap.reserve()
+    assert len(os.listdir("/proc/self/fd")) == fds and everything_in(paths[0]) == []
+
+
 def test_too_few_descriptors_name_the_limit(tmp_path):
     """Wherever descriptors run out, the error names the limit. No file falls back to the page cache."""
     done = run_python(
