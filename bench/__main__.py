@@ -16,7 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 QUICK = {
-    "activation_tier": "--hidden 64,128 --seq 64 --batch 2 --rounds 2 --steps 2",
+    "activations": "--hidden 64,128 --seq 64 --batch 2 --rounds 2 --steps 2",
     "aio": "--gigabytes 0.5 --rounds 1 --seconds 0.5",
     "checkpoint": "--hidden 128 --layers 2 --heads 2 --vocab 512 --rounds 1 --block 2",
     "chunks": "--models mlp --sizes 1,4 --rounds 1 --steps 4",
@@ -24,7 +24,7 @@ QUICK = {
     "gradients": "--hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 2",
     "kernel": "--rounds 2 --num-chunks 2 --chunk-numel 1048576",
     "margin": "--margins 64MiB --hidden 128 --layers 2 --heads 4 --vocab 512 --seq 64 --rounds 1 --steps 4",
-    "optimizer_state_dtype": "--steps 60 --seeds 1 --hidden 32 --layers 1",
+    "moments": "--steps 60 --seeds 1 --hidden 32 --layers 1",
     "overhead": "--hidden 64 --layers 2 --steps 4",
     "peers": "--engines infinity,fsdp2,plain --hidden 128 --layers 2 --heads 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "pipeline": "--gigabytes 0.2 --rounds 1",

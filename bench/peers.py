@@ -211,7 +211,7 @@ def show(options, rows: dict, failed: dict, worst: dict) -> None:
 
 def of_infinity(options) -> str:
     """The options of infinity that differ from the defaults."""
-    usual = {"host_memory": "auto", "device_memory": "auto", "optimizer_state_dtype": "fp32", "residency": "none", "trace": None}
+    usual = {"host_memory": "auto", "device_memory": "auto", "moments": "fp32", "residency": "none", "trace": None}
     told = [f"{name.replace('_', ' ')} {getattr(options, name)}" for name, value in usual.items() if getattr(options, name) != value]
     return f"; infinity: {', '.join(told)}" if told else ""
 

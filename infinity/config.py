@@ -151,6 +151,10 @@ class Config:
     seed: int = 0
     """Seed of the engine's own random numbers."""
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle, also an object that was pickled with old names."""
+        vars(self).update(with_new_names(state, CONFIG_FIELDS))
+
     def __post_init__(self):
         problems = []
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -165,3 +166,17 @@ def test_a_trace_file_with_old_names_of_links_is_read(tmp_path):
     assert text.count('"nvme_read"') == 3
     (tmp_path / "old.json").write_text(text.replace('"nvme_read"', '"nc"'))
     assert read_trace(tmp_path / "old.json") == read_trace(tmp_path / "new.json") == [RankTrace(0, slices)]
+
+
+def test_a_config_that_was_pickled_with_old_names_keeps_its_settings():
+    config = Config(param_tier="host")
+    state = {{"param_tier": "weights"}.get(name, name): value for name, value in vars(config).items()}
+    loaded = Config.__new__(Config)
+    with pytest.warns(RenamedWarning, match="weights is deprecated: use param_tier"):
+        loaded.__setstate__(state)
+    assert loaded == config and pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_group_of_commands_has_names_of_its_own(capsys):
+    assert main(["bench", "tune"]) == 2
+    assert "tune" in capsys.readouterr().err

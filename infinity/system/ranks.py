@@ -1,7 +1,7 @@
 """Communication between ranks: gathers shards into chunks, reduces gradients into shards, and lets ranks agree.
 
-The only module that calls torch.distributed, beside the training command, which starts and ends torch.distributed, and dcp_*.py. Knows
-flat tensors and ranks. Must not know parameters, plans or tiers. Two calls have no public name there: the store, and a group's abort.
+Only this module, the training command and dcp_*.py call torch.distributed. Knows flat tensors and ranks. Must not know parameters, plans or
+tiers. Two calls have no public name in torch.distributed: the launcher's store, and the abort of a group.
 Only one thread calls device collectives, in the plan's order. If two ranks issue two gathers of equal size in different orders, the
 gathers do not fail: each delivers the other's data.
 

@@ -105,7 +105,8 @@ class _Parser(argparse.ArgumentParser):
         given = [word.partition("=")[0] for word in words[:end]]
         with_new_names(dict.fromkeys(given), names)
         found = [names.get(name, name) + word.removeprefix(name) for name, word in zip(given, words)] + words[end:]
-        if self._subparsers is not None and found and found[0] in COMMANDS:
+        is_first = " " not in self.prog  # a group of commands, such as `infinity bench`, has names of its own
+        if is_first and self._subparsers is not None and found and found[0] in COMMANDS:
             warn_renamed(f"infinity {found[0]}", f"infinity {COMMANDS[found[0]]}")
             found[0] = COMMANDS[found[0]]
         return found

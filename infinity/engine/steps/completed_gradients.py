@@ -41,7 +41,7 @@ class CompletedGradients:
         The first list has the gradients that were complete on every rank, the second one those of them whose update begins at once.
         num_backwards: number of passes of a step.
         """
-        found, chunks = self._found if not self.ranks.are_several else self._on_all(num_backwards), self.registry.chunks
+        found, chunks = self._on_all(num_backwards) if self.ranks.are_several else self._found, self.registry.chunks
         early = [(p, c) for b, p, c in found if b == num_backwards - 1 and self.updater.moment(chunks[c]) is Moment.GRADIENT]
         return [(p, c) for _, p, c in found], early
 
