@@ -16,6 +16,7 @@ from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.output import pyplot, table, write_json
 from infinity.sizes import format_bytes
+from infinity.plan.tiers import DEVICE
 from infinity.tools.predict.formulas import gpt_size
 from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.meta_models import gpt
@@ -52,7 +53,7 @@ def main():
                 "tflops": load.step_flops / prediction.step_seconds / 1e12,
                 "tokens_per_second": load.tokens * machine.world / prediction.step_seconds,
                 "bottleneck": prediction.bottleneck,
-                "device_nbytes": prediction.memory["device"].needed,
+                "device_nbytes": prediction.memory[DEVICE].needed,
                 "nvme_nbytes": prediction.placement.nvme_nbytes * machine.devices,
             }
             print(f"  {nodes} nodes: {row['seconds']:.3g} s a step, {row['tflops']:.0f} TFLOP/s a device, longest: {row['bottleneck']}", flush=True)
