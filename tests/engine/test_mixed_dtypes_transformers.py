@@ -105,13 +105,14 @@ def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
         assert_equals_reference(engine, model, reference, optimizer)
 
 
+@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
-def test_layer_wise_accumulation_has_the_bits_of_the_ordinary_loop(name, tmp_path):
+def test_layer_wise_accumulation_has_the_bits_of_the_ordinary_loop(name, steps, tmp_path):
     found = []
     for by_layer in (False, True):
         options = {"lr": 1e-3, "accumulation_steps": 2}
         with training(MODELS[name], tmp_path / str(by_layer), dtype="bf16", options=options, **NVME) as (model, engine, ours):
-            train(model, ours, range(4), by_layer=by_layer, every=2)
+            train(model, ours, range(2 * steps), by_layer=by_layer, every=2)
             found.append(states_of(engine, model))
     for param, states in found[0].items():
         for key, value in states.items():
