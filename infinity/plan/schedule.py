@@ -206,7 +206,6 @@ class _Planner:
                 self.fetches.setdefault(span, []).append((position, place, span))
         self.resident: set[int] = set()
         self.reads: set[int] = set()  # read, not yet copied
-        self.ahead: set[int] = set()  # copied, not yet used
         self.gathered: set[int] = set()
         self.stale: list[tuple[int, int]] = sorted((position, span_of[chunk]) for position, chunk in updates)
         self.num_stale = self.num_states = self.num_updated = self.num_reduced = 0
@@ -223,7 +222,6 @@ class _Planner:
             return set()
         self.actions.append(Run(position))
         needed = {*self.uses[position].spans, *self.uses[position].held}
-        self.ahead -= needed
         for span in needed:
             if span in self.resident:
                 self.leaving.put((-self.next_use.after(span, position), span))
@@ -258,7 +256,6 @@ class _Planner:
             if span not in self.resident:
                 self._make_room(span, position, position, needed)
                 self._copy(span, position)
-                self.ahead.discard(span)
                 self.coming.discard(span)
             self._gather(span)
         for distance in (1, 2):
@@ -300,7 +297,6 @@ class _Planner:
         self._expect(span, position)
         self.resident.discard(span)
         self.gathered.discard(span)
-        self.ahead.discard(span)
         self.used -= self.nbytes[span]
         self.actions.append(Evict(span))
 
@@ -310,7 +306,6 @@ class _Planner:
             self.actions.append(Read(span))
         self.reads.discard(span)
         self.resident.add(span)
-        self.ahead.add(span)
         self.used += self.nbytes[span]
         self.actions.append(Copy(span))
 
