@@ -55,7 +55,7 @@ class Collectives:
                 raise reason from (error if self.failure is None else None)
 
     def _waited(self, work) -> bool:
-        """Whether the collective is over, after at most WATCH_S. gloo's reduce-scatter ignores the timeout in torch 2.13, and may wait longer."""
+        """Whether the collective is over. Waits at most WATCH_S; gloo's reduce-scatter ignores the timeout in torch 2.13."""
         try:
             work.wait(datetime.timedelta(seconds=failure_watch.WATCH_S))
         except RuntimeError:
