@@ -7,6 +7,7 @@ nothing before all budgets, directories and their free space are known to be suf
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,7 +136,7 @@ def assemble(
     model does not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
-    expected = expected_device_nbytes(config, device.type, device_budget)
+    expected = expected_device_nbytes(config, device.type, device_budget, accumulating=training.accumulating)
     with contextlib.ExitStack() as undo:  # if a later part fails, the earlier parts are closed
         ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
         undo.callback(ahead.close)
@@ -262,8 +263,10 @@ def _registry(given: _Inputs, written: set[int]) -> Registry:
     pairs = zip(layout_.chunks, given.records)
     chunks = [ChunkState(chunk, record, given.ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
+        chunk.homes = {kind: homes[kind][index] for kind in KINDS}
         chunk.weights_home = homes[WEIGHTS][index]
         chunk.states_home = homes[STATES if chunk.trainable else WEIGHTS][index]
+        chunk.gradient_home = homes[GRADIENTS][index]
     return Registry(layout_, params, spans, chunks)
 
 
@@ -298,7 +301,8 @@ def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[Chun
     with arena.together():
         for kind, next_use in zip(KINDS, next_uses):
             sizes, count = placement.sizes[kind], placement.slots[kind]
-            caches[kind] = HostCache(kind, Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None, next_use)
+            slots = Slots(arena, kind, max(placement.in_slots[kind]), count) if count else None
+            caches[kind] = HostCache(kind, slots, next_use, has_extent=functools.partial(_has_extent, kind))
             resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index].is_host}
             for index, area in _areas(arena, resident).items():
                 caches[kind].add_resident(chunks[index], area)
@@ -306,6 +310,10 @@ def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[Chun
             return None
         largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
         return arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)
+
+
+def _has_extent(kind: str, chunk: ChunkState) -> bool:
+    return chunk.extents[kind] is not None
 
 
 def _make_swap(

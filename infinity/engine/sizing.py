@@ -31,9 +31,9 @@ from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 
 ACTIVATION_SHARE = 1 / 4  # least share of host memory for activations, if they live there
-HOST_SHARES = {"cuda": 0.8, "cpu": 0.5}  # share of free host memory for host_memory="auto"
+HOST_SHARES = {"cuda": 0.87, "cpu": 0.5}  # share of free host memory for host_memory="auto"
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # share of free device memory for device_memory="auto", until activations are measured
-EXPECTED_DEVICE_SHARE = 0.8  # share of free CUDA memory that most steps leave to the engine
+EXPECTED_DEVICE_SHARES = {False: 0.8, True: 0.72}  # share of free CUDA memory that most steps leave to the engine; by `accumulating`
 MOST_OF_FREE = 0.95  # largest share of the memory that is free while the parameters still hold their own
 
 Named = list[tuple[str, nn.Parameter]]
@@ -148,6 +148,7 @@ class _Cuts:
             states=choice_of(config.optimizer_state_tier),
             keep=config.residency == "auto",
             deferred=training.deferred or training.accumulating,
+            accumulates=training.accumulating,
         )
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
@@ -187,11 +188,12 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
 
 
-def expected_device_nbytes(config: Config, device: str, device_nbytes: int) -> int:
+def expected_device_nbytes(config: Config, device: str, device_nbytes: int, *, accumulating: bool = False) -> int:
     """Device bytes that the engine probably has once activations are measured. Until then the engine plans with device_nbytes. 0 if this
-    number will not change: with a configured budget, and on the CPU."""
+    number will not change: with a configured budget, and on the CPU. accumulating: micro-batches that pass the model together need more for
+    activations."""
     chosen = config.device_memory == "auto" and device == "cuda"
-    return int(device_nbytes * EXPECTED_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
+    return int(device_nbytes * EXPECTED_DEVICE_SHARES[accumulating] / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
 def records_may_visit(config: Config, layout: Layout) -> bool:

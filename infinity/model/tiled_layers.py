@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.model.log_sum_exp import LogSumExpAtLabels
 from infinity.model.parameters import TiedNames
 from infinity.model.recompute import checkpoint
 
@@ -383,8 +384,7 @@ def _within(indices: torch.Tensor, begin: int, count: int, *, is_last: bool) -> 
 
 def _sums_of_tile(tile: nn.Module, flat: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(logsumexp [N] of a tile's logits, the logit [N] at each local index)."""
-    logits = tile(flat).float()
-    return torch.logsumexp(logits, dim=-1), logits.gather(1, local.unsqueeze(1)).squeeze(1)
+    return LogSumExpAtLabels.apply(tile(flat), local)
 
 
 # Names in state dicts are those of the plain layer.

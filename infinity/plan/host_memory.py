@@ -87,7 +87,13 @@ class _Sharing:
 
     def slots(self, counts: Sequence[int]) -> dict[str, int]:
         """Slots of each kind: at most the counts given, and no more than the chunks that share them."""
-        return {kind: min(count, len(in_storage(self.homes[kind]))) for kind, count in zip(KINDS, counts)}
+        return {kind: min(count, self._num_sharing(kind)) for kind, count in zip(KINDS, counts)}
+
+    def _num_sharing(self, kind: str) -> int:
+        """Chunks that share the slots of a kind. A gradient that waits on the device passes through a slot to an update in host memory."""
+        if kind != GRADIENTS:
+            return len(in_storage(self.homes[kind]))
+        return sum(home.is_storage or (home.is_device and not states.is_device) for home, states in zip(self.homes[kind], self.homes[STATES]))
 
     def nbytes_in(self, tier: Tier, there: dict[str, tuple[int, ...]]) -> int:
         return sum(nbytes for kind in KINDS for nbytes, home in zip(there[kind], self.homes[kind]) if home == tier)
@@ -170,7 +176,7 @@ class _Sharing:
         if self.guests.records_first or (order[-1:] == [GRADIENTS] and self._has_room_for_all(order[:-1])):
             turns.sort(key=lambda turn: turn[0] == GRADIENTS)  # visitors share slots, and no visitor causes a read from NVMe
         for kind, indices in turns:
-            for index in indices:
+            for index in reversed(indices) if kind == STATES else indices:  # the last chunks' updates have the most time for drives
                 if not self.homes[kind][index].is_storage:
                     continue
                 slot = max(self.in_slots[kind]) if sharing[kind] <= shared[kind] else 0  # a slot that no chunk shares any more
@@ -214,6 +220,8 @@ class _Sharing:
             pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
             if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
                 on_nvme, num_late = self.in_slots, 1
+        if self.needs.deferred and self.budgets.nvme_nbytes is not None:
+            self._leave_on_device(self.budgets.nvme_nbytes - self.nbytes_in(NVME, on_nvme))
         return Shared(
             homes={kind: tuple(found) for kind, found in self.homes.items()},
             on_nvme=on_nvme,
@@ -224,6 +232,17 @@ class _Sharing:
             num_late=num_late,
             nvme_nbytes=self.nbytes_in(NVME, on_nvme),
         )
+
+
+    def _leave_on_device(self, left_nbytes: int) -> None:
+        """If NVMe is full, gradients that usually wait on the device have no other place. left_nbytes: free bytes on NVMe, perhaps negative."""
+        homes, sizes = self.homes[GRADIENTS], self.sizes[GRADIENTS]
+        for index in sorted(self.guests.visitors | self.guests.staying):
+            if left_nbytes >= 0:
+                return
+            if homes[index].is_storage:
+                homes[index] = DEVICE
+                left_nbytes += sizes[index]
 
 
 def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:

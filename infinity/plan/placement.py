@@ -31,8 +31,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
@@ -43,6 +44,7 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE, HOST, Tier, in_storage
 from infinity.sizes import format_bytes, round_up
 
+WINDOW_OPS = 3  # if records come before weights, the device has room for the weights of so many of the largest ops
 GUEST_ROUNDS = 8  # after so many rounds the last answer counts: the device is divided again once activations are known
 UNDER_WAY_NBYTES = 4 << 20  # of gradients leaving the device, if room is ample: with less, small ops wait for threads
 
@@ -59,7 +61,7 @@ class Placement:
     because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
     for step() without a place in host memory. These gradients stay on the device as far as there is room. In an engine's placement,
     may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more bytes of gradients are on their way to
-    the host.
+    the host. window_nbytes: see `share_device`.
     """
 
     homes: dict[str, tuple[Tier, ...]]
@@ -81,6 +83,7 @@ class Placement:
     num_crowded_out: int
     visitors: frozenset[int]
     may_stay: frozenset[int]
+    window_nbytes: int | None = None
 
 
 def place(
@@ -120,7 +123,9 @@ def place(
     slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
     sizes = candidate.sizes()
-    waiting = enumerate(shared.homes[GRADIENTS]) if may_visit and needs.deferred else ()
+    waiting = enumerate(zip(shared.homes[GRADIENTS], shared.homes[STATES])) if may_visit and needs.deferred else ()
+    only_here = [index for index, (gradient, states) in enumerate(zip(shared.homes[GRADIENTS], shared.homes[STATES])) if gradient.is_device != states.is_device]
+    _require_room(candidate, budgets, shared, needed, sum(sizes[GRADIENTS][index] for index in only_here))
     return Placement(
         homes=shared.homes,
         sizes=sizes,
@@ -140,7 +145,8 @@ def place(
         nvme_nbytes=shared.nvme_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
-        may_stay=frozenset(index for index, home in waiting if home.is_storage),
+        window_nbytes=WINDOW_OPS * candidate.held_nbytes if in_storage(shared.homes[STATES]) else None,
+        may_stay=frozenset(index for index, (home, states) in waiting if home.is_storage or home.is_device != states.is_device),
     )
 
 
@@ -159,6 +165,20 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
         _require_whole(whole_nbytes, budgets.device_nbytes)
         weights = DEVICE
     return dataclasses.replace(needs, weights=weights, states=states)
+
+
+def _require_room(candidate: Candidate, budgets: Budgets, shared: Shared, needed: int, gradients_nbytes: int) -> None:
+    """Raise BudgetError if the device has no room for gradients that have no other place."""
+    device_nbytes = max(budgets.device_nbytes, budgets.expected_nbytes)
+    if gradients_nbytes and needed + gradients_nbytes > device_nbytes:
+        records = sum(record.nbytes for record in candidate.records)
+        gradients = sum(candidate.sizes()[GRADIENTS])
+        raise BudgetError(
+            f"this model needs {format_bytes(records)} for records and {format_bytes(gradients)} for gradients that wait for step(). Host memory "
+            f"holds {format_bytes(shared.host_nbytes)} and NVMe {format_bytes(shared.nvme_nbytes)} of them. {format_bytes(gradients_nbytes)} of "
+            f"gradients are left for the device, which has about {format_bytes(max(0, device_nbytes - needed))}. Raise host_memory, add a "
+            f"directory to swap_dirs, or train without max_grad_norm and with one micro-batch a step, so that no gradient waits"
+        )
 
 
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
@@ -188,29 +208,31 @@ def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int)
     if not has_room_for_all:  # these bytes are on NVMe in any case: too many visitors cost nothing
         room_nbytes = max(room_nbytes, budgets.expected_nbytes)
     room_nbytes -= taken_nbytes
-    most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False)
+    window_nbytes = None if has_room_for_all else WINDOW_OPS * first.held_nbytes
+    most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False, window_nbytes=window_nbytes)
     if not needs.deferred or not _has_records_on_nvme(shared) or not has_room_for_all:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
-    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if home.is_storage}
+    gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if not home.is_host}
     return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else fewer
 
 
 def _guests_by_turns(
-    first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int, *, records_first: bool
+    first: Candidate, needs: Needs, budgets: Budgets, room_nbytes: int, *, records_first: bool, window_nbytes: int | None = None
 ) -> tuple[Guests, Shared]:
     """Waiting gradients without a place in host memory stay on the device. They are found by turns, because more staying gradients mean
     fewer visiting records. Also returns the division of host memory.
     """
-    layout, options = first.layout, {"room_nbytes": room_nbytes}
-    at_home, may_stay = (HOST,) * len(first.records), frozenset()
+    layout, options = first.layout, {"room_nbytes": room_nbytes, "window_nbytes": window_nbytes}
+    at_home = (HOST,) * len(first.records)
+    may_stay = frozenset(range(len(first.records))) if needs.accumulates else frozenset()
     for _ in range(GUEST_ROUNDS):
         found = share_device(layout, first.records, at_home, may_stay=may_stay, **options)
         visitors, staying = (frozenset(index for span, _ in spans for index in layout.spans[span].chunks) for spans in found)
         guests = Guests(visitors, staying & may_stay, records_first)
         shared = share_out(first, needs, budgets, (), guests)
         waiting = enumerate(shared.homes[GRADIENTS]) if needs.deferred else ()
-        lacking = {index for index, home in waiting if home.is_storage and index not in visitors}
+        lacking = {index for index, home in waiting if not home.is_host and index not in visitors}
         if lacking <= may_stay:
             break
         may_stay |= lacking
@@ -270,25 +292,47 @@ def share_device(
     homes: Sequence[Tier],
     *,
     room_nbytes: int,
+    window_nbytes: int | None = None,
     snapshots: Collection[int] = (),
     may_stay: Collection[int] = (),
+    with_gradients: bool = True,
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Divide the device memory beside all weights: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from
-    the last on), each with its bytes. Gradients come before records. Records that live on the device in any case come first, and are in
+    """Divide the device memory: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from the last on), each
+    with its bytes, weights excluded. Gradients come before records. Records that live on the device in any case come first, and are in
     neither list.
 
-    homes: of the states, by chunk. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. The result is
-    the same on all ranks.
+    homes: of the states, by chunk. window_nbytes: device memory for weights that come and go, enough if records come before other weights;
+    None: all weights come before records. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. with_gradients:
+    records on the device need memory for their gradients, too. The result is the same on all ranks.
     """
-    room_nbytes -= sum(span.nbytes for span in layout.spans)
+    divide = functools.partial(_divide, layout, records, homes, snapshots, may_stay, with_gradients)
+    found = divide(room_nbytes - sum(span.nbytes for span in layout.spans), weights_of=lambda span: 0)
+    if window_nbytes is None:
+        return found
+    before_weights = divide(room_nbytes - window_nbytes, weights_of=lambda span: layout.spans[span].nbytes)
+    return max(found, before_weights, key=lambda each: sum(nbytes for spans in each for _, nbytes in spans))
+
+
+def _divide(
+    layout: Layout,
+    records: Sequence[Record],
+    homes: Sequence[Tier],
+    snapshots: Collection[int],
+    may_stay: Collection[int],
+    with_gradients: bool,
+    room_nbytes: int,
+    *,
+    weights_of: Callable[[int], int],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """As `share_device`, with room for records, gradients, and the weights that `weights_of` counts for a record's span."""
     states = []
     for span, nbytes in _states_on_device(layout, records):
-        if span.index in snapshots:
-            nbytes += span.nbytes
+        nbytes += span.nbytes if span.index in snapshots else 0
         if homes[span.chunks[0]].is_device:
-            room_nbytes -= nbytes
+            room_nbytes -= nbytes + weights_of(span.index)
         else:
-            states.append((span.index, nbytes))
+            gradients_nbytes = 0 if with_gradients else sum(_gradient_on_device(layout.chunks[index]) for index in span.chunks)
+            states.append((span.index, nbytes - gradients_nbytes))
     staying = {}
     for span in reversed(layout.spans):
         chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
@@ -300,9 +344,11 @@ def share_device(
             room_nbytes -= nbytes
     visiting = []
     for span, nbytes in states:
-        if nbytes - staying.get(span, 0) > room_nbytes:
+        taken = nbytes + weights_of(span) - staying.get(span, 0)
+        if taken > room_nbytes:
             break
-        room_nbytes -= nbytes - staying.pop(span, 0)
+        room_nbytes -= taken
+        staying.pop(span, None)
         visiting.append((span, nbytes))
     return visiting, list(staying.items())
 

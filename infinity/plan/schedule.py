@@ -85,9 +85,9 @@ class Moment(enum.Enum):
 
 
 def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
-    """The moment of a chunk's update. on_device: the record is on the device. in_memory: no part of the record is on NVMe. deferred: updates
-    follow step(), see `Config.update`. Updates that wait for no drive begin in step(), because the first ops soon need their weights. For
-    the others, slots are filled in the order of the next step's ops.
+    """The moment of a chunk's update. on_device: the record is on the device. in_memory: neither the weights nor the gradient need a slot. If
+    states do, the drives begin in step(), and read them in the order of the next step's ops. deferred: updates follow step(), see
+    `Config.update`. Other weights and gradients get their slots one after the other, when ops need them.
     """
     if on_device or (deferred and in_memory):
         return Moment.STEP

@@ -77,11 +77,12 @@ class HostCache:
     """The host copies of one kind: weights, states or gradients.
 
     slots: a pool with `count` and `num_free`. `try_acquire()` returns an object with `release()`, or None if no slot is free.
-    next_use(chunk): in any unit that grows with distance.
+    next_use(chunk): in any unit that grows with distance. has_extent(chunk): whether the copy can be written to storage.
     """
 
-    def __init__(self, kind: str, slots, next_use: Callable[[object], float]):
+    def __init__(self, kind: str, slots, next_use: Callable[[object], float], has_extent: Callable[[object], bool] = lambda chunk: True):
         self.kind = kind
+        self.has_extent = has_extent
         self.slots = slots
         self.next_use = next_use
         self.entries: dict[int, Entry] = {}  # entries that borrow a slot
@@ -119,9 +120,9 @@ class HostCache:
         entry = self.entries[chunk.index] = Entry(chunk, slot)
         return entry
 
-    def farthest(self, state: HostState) -> Entry | None:
-        """The entry with the farthest next use among unpinned entries of this state that borrow a slot."""
-        found = [entry for entry in self.entries.values() if not entry.pins and entry.state is state]
+    def farthest(self, state: HostState, counts: Callable[[object], bool] = lambda chunk: True) -> Entry | None:
+        """The entry with the farthest next use among unpinned entries of this state that borrow a slot. counts(chunk): a condition."""
+        found = [entry for entry in self.entries.values() if not entry.pins and entry.state is state and counts(entry.chunk)]
         return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
 
     def to_write(self) -> Entry | None:
@@ -129,7 +130,7 @@ class HostCache:
         passing = (HostState.READING, HostState.WRITING)
         if self.slots.num_free or any(entry.pins or entry.state in passing for entry in self.entries.values()):
             return None
-        return self.farthest(HostState.DIRTY)
+        return self.farthest(HostState.DIRTY, self.has_extent)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
         """Remove one user. Without `keep`, a clean entry without users frees the slot."""

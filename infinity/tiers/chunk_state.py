@@ -9,7 +9,7 @@ import torch
 
 from infinity.plan.packing import Chunk, Layout, Piece
 from infinity.plan.record import Record
-from infinity.plan.tiers import NVME
+from infinity.plan.tiers import NVME, Tier
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
 from infinity.tiers.gradient_state import GradientState
@@ -41,7 +41,8 @@ class ChunkState:
         self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for messages
         self.gaps = _gaps(self.pieces, record.numel)
         self.span = span
-        self.weights_home = self.states_home = NVME
+        self.weights_home = self.states_home = self.gradient_home = NVME
+        self.homes: dict[str, Tier] = {}  # by kind: of weights and states also while the record is on the device
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None for a kind without bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
@@ -89,6 +90,11 @@ class ChunkState:
     def gradient_on_device(self) -> bool:
         """Whether the gradient is on the device: the parts that have arrived, and the parts that follow."""
         return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)
+
+    @property
+    def has_no_room_elsewhere(self) -> bool:
+        """Whether the gradient can wait nowhere but on the device: neither host memory nor NVMe has a place."""
+        return self.gradient_home.is_device and not self.on_device
 
     def __repr__(self):
         names = self.span.params[0].name if self.span.params else "-"

@@ -5,8 +5,10 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 """
 
 # [Note: room for sums]
-# Sums use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without room adds up in
-# host memory. The room of a sum is free again after the sum has left. The engine checks this when more room is needed.
+# A sum waits on the device until its update begins, if the device has room for it: activations of earlier ops have left memory behind. Sums
+# without this room leave when they are complete. Until then they use the device memory for spans that come and go, if the spans of the
+# current ops leave room there. A gradient without any room adds up in host memory. The room of a sum is free again after the sum has left.
+# The engine checks this when more room is needed.
 # If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
 # 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host memory has no
 # place for all sums, such gradients would also be read from NVMe and written for each micro-batch.
@@ -21,7 +23,7 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from infinity.plan.slots import farthest_first
 from infinity.system.lanes import Job
@@ -32,10 +34,13 @@ from infinity.tiers.weights import Weights
 
 
 class DeviceSums:
-    """The sums of one step."""
+    """The sums of one step.
 
-    def __init__(self, gradients: Gradients, weights: Weights):
-        self.gradients, self.weights = gradients, weights
+    waiting_room(chunks): device bytes beside spans and records, for the sums of these chunks, which come next and wait for their updates.
+    """
+
+    def __init__(self, gradients: Gradients, weights: Weights, waiting_room: Callable[[list[ChunkState]], int]):
+        self.gradients, self.weights, self.waiting_room = gradients, weights, waiting_room
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self._here: dict[ChunkState, int] = {}  # sums on the device -> their bytes
         self._earlier: set[ChunkState] = set()  # have sums of earlier rounds in host memory
@@ -46,15 +51,18 @@ class DeviceSums:
         """All gradients come once more."""
         self._earlier = {chunk for chunk in self.registry.chunks if chunk.gradient.job is not None}
 
-    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> None:
-        """Gradients of these parameters come next. following: parameters that the ops of the next segment use."""
+    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> list[ChunkState]:
+        """Gradients of these parameters come next. following: parameters that the ops of the next segment use. Returns the chunks."""
         self.weights.drain_dropped()
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
-        chunks = dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state))
+        chunks = list(dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)))
+        waiting_room = self.waiting_room(chunks)
         if self.ranks.are_several:
-            least, *come = self.ranks.most([-room, *(chunk in chunks for chunk in self.registry.chunks)])
-            room, chunks = -least, [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
+            in_chunks = set(chunks)
+            least, least_waiting, *come = self.ranks.most([-room, -waiting_room, *(chunk in in_chunks for chunk in self.registry.chunks)])
+            chunks = [chunk for chunk, comes in zip(self.registry.chunks, come, strict=True) if comes]
+            room, waiting_room = -least, -least_waiting
         self._free_room()
         if self._nbytes > room:
             self.end(list(self._here))
@@ -62,9 +70,12 @@ class DeviceSums:
         back: list[ChunkState] = []
         for chunk in chunks:
             gradient, nbytes = chunk.gradient, chunk.chunk.shard_numel * self.gradients.dtype(chunk).itemsize
-            if chunk in self._here or not chunk.trainable or chunk.gradient_on_device:
+            if chunk in self._here or not chunk.trainable or (gradient.job is not None and chunk not in self._earlier):
                 continue
-            if gradient.job is not None and chunk not in self._earlier:
+            may_wait = chunk.on_device or not chunk.gradient_on_device
+            if may_wait and gradient.job is None and (chunk.on_device or chunk.has_no_room_elsewhere or nbytes <= waiting_room):
+                waiting_room -= self._wait(chunk)
+            if chunk.gradient_on_device:
                 continue
             self._free_room(room - nbytes)
             if self._nbytes + nbytes <= room:
@@ -79,6 +90,15 @@ class DeviceSums:
             self.gradients.wait_for(chunk)
         self.gradients.stay_on_device(back)
         self._earlier.difference_update(back)
+        return chunks
+
+    def _wait(self, chunk: ChunkState) -> int:
+        """Let the next gradient of a chunk wait on the device. Returns the bytes that it takes there."""
+        if chunk.gradient.device_shard is not None:
+            return 0
+        self.weights.updater.finish(chunk)
+        self.gradients.wait_on_device(chunk)
+        return chunk.gradient.device_shard.nbytes
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """These chunks have all their gradients: their sums leave for host memory."""

@@ -58,13 +58,15 @@ class Unreduced:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class DeviceShard:
-    """Device memory of a gradient shard. The memory outlives the gradient: the next step uses it again.
+    """Device memory of a gradient shard.
 
-    made: CUDA event after the last arrival, recorded only for a gradient that stays; otherwise None.
+    made: CUDA event after the last arrival, recorded only for a gradient that stays; otherwise None. for_step: the memory is freed together
+    with the gradient. Otherwise the memory outlives the gradient, and the next step uses it again.
     """
 
     memory: torch.Tensor
     made: torch.cuda.Event | None = None
+    for_step: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -74,11 +76,12 @@ class DeviceShard:
 class GradientState:
     """The gradient of one chunk. Only tiers/gradients.py writes the fields; other modules call the methods."""
 
-    __slots__ = ("device_shard", "job", "missing", "number", "place", "received", "squares", "stays", "unreduced")
+    __slots__ = ("device_shard", "for_step", "job", "missing", "number", "place", "received", "squares", "stays", "unreduced")
 
     def __init__(self):
         self.place = ABSENT
         self.stays = False  # the next first arrival stays on the device until its update begins, although the record is elsewhere
+        self.for_step = False  # stays in this step only
         self.device_shard: DeviceShard | None = None
         self.unreduced = Unreduced()
         self.job = None  # the last transfer into the shard
@@ -146,16 +149,18 @@ class GradientState:
             self.become(ABSENT)
         self.job = self.squares = None
         self.received = set()
+        if self.for_step:
+            self.stays = self.for_step = False
 
     # Between device and host.
 
-    def stay(self) -> None:
-        """From the next first arrival on, the gradient stays on the device until its update begins."""
-        self.stays = True
+    def stay(self, *, for_step: bool = False) -> None:
+        """From the next first arrival on, the gradient stays on the device until its update begins. for_step: only the next gradient does."""
+        self.stays, self.for_step = True, for_step
 
     def stay_here(self) -> None:
         """As `stay`; data that has arrived has been copied to the device."""
-        self.stays = True
+        self.stays, self.for_step = True, False
         if self.place is OFFLOADED:
             self.become(ON_DEVICE)
 
@@ -165,7 +170,8 @@ class GradientState:
 
     def leave(self) -> tuple[DeviceShard | None, bool]:
         """End the stay on the device. Returns the device memory, and whether this memory has data that the caller must offload."""
-        shard, self.device_shard, self.stays = self.device_shard, None, False
+        shard, self.device_shard = self.device_shard, None
+        self.stays = self.for_step = False
         has_data = self.place is ON_DEVICE
         if has_data:
             self.offload()

@@ -83,6 +83,7 @@ class Gradients:
         self.cuda = self.device.type == "cuda"
         self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
         self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
+        self.may_wait: Callable[[ChunkState], bool] = lambda chunk: False  # whether the device has room for a first gradient until its update
         self._num_arrivals = 0
         self._lock = Monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock
@@ -107,6 +108,8 @@ class Gradients:
         chunks = self.registry.chunks_of(state)
         if not self.ranks.are_several:
             for chunk in chunks:
+                if not chunk.gradient_on_device and not chunk.gradient.has_arrived and self.may_wait(chunk):
+                    self.wait_on_device(chunk)
                 if chunk.gradient_on_device:
                     self._keep(chunk, state, flat)
             chunks = [chunk for chunk in chunks if not chunk.gradient_on_device]
@@ -131,6 +134,8 @@ class Gradients:
 
     def reduce(self, chunk: ChunkState) -> None:
         """Reduce-scatter the chunk's gradient, and move this rank's shard to its place. All ranks must make this call at the same point."""
+        if chunk.has_no_room_elsewhere and not chunk.gradient.is_there and not chunk.gradient_on_device:
+            self.wait_on_device(chunk)
         scattered, nbytes = self.reduce_scatter.begin(chunk)
         self.in_flight.add(nbytes)
         params = list(chunk.whole_pieces)
@@ -147,7 +152,33 @@ class Gradients:
         """The gradient was used: free the memory. The next arrival is a first one."""
         if not chunk.gradient_on_device:
             self.records.discard(chunk, GRADIENTS)  # also after a transfer to the device that failed: the shard is still here
+        self._free_for_step(chunk)
         chunk.gradient.clear()
+
+    def wait_on_device(self, chunk: ChunkState) -> None:
+        """The chunk's next gradient waits on the device until its update begins, in memory that is freed then. Called by the training thread.
+
+        The memory is on the stream of the ops, because activations use it before and after.
+        """
+        if not chunk.on_device:
+            chunk.gradient.stay(for_step=True)
+        if chunk.gradient.device_shard is None:
+            self._make_device_gradient(chunk, for_step=True)
+
+    def _free_for_step(self, chunk: ChunkState) -> None:
+        """Free device memory that belongs to one gradient. No copy or kernel of another stream uses the memory."""
+        shard = chunk.gradient.device_shard
+        if shard is not None and shard.for_step:
+            chunk.gradient.device_shard = None
+            if shard.memory.is_cuda and chunk.on_device:  # the update may run on another stream than the op that came first
+                shard.memory.record_stream(torch.cuda.current_stream(self.device))
+            self._set_for_step(shard, False)
+            self.tier.book(-shard.nbytes)
+
+    def _set_for_step(self, shard: DeviceShard, for_step: bool) -> None:
+        """Whether the memory is freed together with the gradient."""
+        self.tier.note_waiting((for_step - shard.for_step) * shard.nbytes)
+        shard.for_step = for_step
 
     def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None) -> Job:
         """Copy a gradient that stayed on the device to host memory, after the job `arrived`, because the update begins.
@@ -164,6 +195,7 @@ class Gradients:
             with self._open(chunk) as target:
                 begin = now()
                 marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
+            self._free_for_step(chunk)
             self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
@@ -183,10 +215,14 @@ class Gradients:
 
     def leave_device(self, chunk: ChunkState) -> None:
         """Move a gradient off the device, because the record has left or the room is needed. No transfer is running."""
+        if chunk.has_no_room_elsewhere and chunk.gradient.is_there:
+            chunk.gradient.stay(for_step=True)
+            return self._set_for_step(chunk.gradient.device_shard, True)
         last = self._last_stream(chunk)
         shard, has_data = chunk.gradient.leave()
         if shard is None:
             return
+        self._set_for_step(shard, False)
         if has_data:
             if last is not None:
                 last.synchronize()
@@ -268,12 +304,22 @@ class Gradients:
         """The CUDA stream of the last arrival of a gradient on the device; otherwise None."""
         return chunk.gradient.job.wait() if chunk.gradient.job is not None else None
 
-    def _make_device_gradient(self, chunk: ChunkState) -> None:
-        """Allocate in the adder's stream: a long-lived shard must not lie between activations, which the ops' stream allocates and frees."""
-        with torch.cuda.stream(self.adder.stream):
+    def _make_device_gradient(self, chunk: ChunkState, *, for_step: bool = False) -> None:
+        """Allocate a shard. A long-lived one is in the adder's stream, and so not between activations, which the ops' stream allocates and
+        frees.
+        """
+        with torch.cuda.stream(None if for_step else self.adder.stream):
             memory = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
         chunk.gradient.device_shard = DeviceShard(memory)
+        self._set_for_step(chunk.gradient.device_shard, for_step)
         self.tier.book(memory.nbytes)
+
+    def free_idle(self, chunk: ChunkState) -> None:
+        """Free device memory that is kept for the gradients of later steps, if no gradient is there."""
+        shard = chunk.gradient.device_shard
+        if shard is not None and not shard.for_step and not chunk.gradient.is_there:
+            chunk.gradient.device_shard = None
+            self.tier.book(-shard.nbytes)
 
     @contextlib.contextmanager
     def _open(self, chunk: ChunkState):

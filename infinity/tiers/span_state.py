@@ -163,6 +163,7 @@ class DeviceTier:
         self.limit_nbytes = budget_nbytes  # up to this limit, running ops may hold more than the budget
         self.used_nbytes = 0
         self.other_nbytes = 0
+        self.waiting_nbytes = 0  # of `other_nbytes`: gradients that wait for their updates in memory that is freed then
         self.peak_nbytes = 0
         self._lock = threading.Lock()
 
@@ -171,7 +172,7 @@ class DeviceTier:
 
     def allows(self, nbytes: int) -> bool:
         """Whether an op may take these bytes if it cannot continue without them."""
-        return self.used_nbytes + nbytes <= self.limit_nbytes
+        return self.used_nbytes + nbytes <= max(self.limit_nbytes - self.waiting_nbytes, self.budget_nbytes)
 
     def allocate(self, span: SpanState) -> None:
         if span.allocated:
@@ -198,6 +199,11 @@ class DeviceTier:
         with self._lock:
             self.other_nbytes += nbytes
         self._note_peak()
+
+    def note_waiting(self, nbytes: int) -> None:
+        """Gradients of so many bytes, which `book` counts, wait for their updates. A negative number: they no longer do."""
+        with self._lock:
+            self.waiting_nbytes += nbytes
 
     def lend(self, nbytes: int) -> None:
         """Take bytes from the budget of spans for another purpose, which books them. A negative number gives the bytes back."""

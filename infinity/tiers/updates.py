@@ -19,7 +19,6 @@ import torch
 from infinity.optim.shard import Shard
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
-from infinity.plan.tiers import in_storage
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
@@ -61,7 +60,7 @@ class Updater:
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When the chunk is updated."""
-        in_memory = not in_storage((chunk.weights_home, chunk.states_home)) and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
+        in_memory = not chunk.weights_home.is_storage and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
         return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:

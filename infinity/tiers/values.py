@@ -171,15 +171,27 @@ class Values:
         for kind in (WEIGHTS, STATES):
             self.records.discard(chunk, kind)
 
-    def to_home(self, chunk: ChunkState, weights_home: Tier, states_home: Tier) -> None:
+    def to_home(self, chunk: ChunkState) -> None:
         """Move a record from the device back to its homes. A copy of the weights may stay on the device."""
         state = self.updater.device_state(chunk)
         with self.records.lease(chunk, write=True, fresh=True) as lease:
             for name, segment in lease.shard.items():
                 segment.copy_(state[name])
-        chunk.weights_home, chunk.states_home = weights_home, states_home
+        chunk.weights_home, chunk.states_home = chunk.homes[WEIGHTS], chunk.homes[STATES]
         chunk.device_states = None
         self.tier.book(-chunk.record.states_nbytes)
+
+    def give_home(self, visitor: ChunkState, chunk: ChunkState, kind: str) -> bool:
+        """Give a chunk the host memory of a visitor's record, which takes the extent on NVMe instead. The two records are alike.
+
+        Returns False, and changes nothing, if a checkpoint uses the copy. No update of the chunk is running.
+        """
+        chunk.copy_for_snapshot()
+        area = self.records.caches[kind].residents[visitor.index].memory
+        with self.records.lease(chunk, kind) as lease:
+            nbytes = chunk.record.weight_nbytes if kind == WEIGHTS else chunk.record.states_nbytes
+            area.buffer[:nbytes] = lease.entries[kind].memory.buffer[:nbytes]
+        return self.records.exchange(visitor, chunk, kind)
 
     def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:
         """Make device memory the place of a record's states. memory: uint8 [states_nbytes], one block for all states."""

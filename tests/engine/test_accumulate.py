@@ -27,6 +27,7 @@ import infinity
 from infinity.engine.autograd.trees import flatten
 from infinity.engine.layerwise import layerwise_step
 from infinity.engine.layerwise.state_conflicts import AttributeConflicts
+from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.errors import BudgetError
 from infinity.optim.loss_scale import LossScale
 from infinity.plan.record import GRADIENTS
@@ -1805,7 +1806,7 @@ def test_on_a_gpu_rounds_have_the_bits_of_the_ordinary_loop(dtype, update, num_i
 @pytest.mark.few(4)
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
-def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, tmp_path):
+def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, nothing_waits, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, dtype=dtype, **NVME) as (model, engine, optimizer):
         engine.cycle.layerwise_limits.most = -(-n // num_turns)
         for step in range(3):
@@ -1818,7 +1819,41 @@ def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, tm
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
 
 
-def test_a_sum_that_left_the_device_adds_up_in_host_memory_in_its_round(tmp_path):
+@pytest.fixture
+def nothing_waits(monkeypatch):
+    """Sums of gradients leave the device when they are complete."""
+    monkeypatch.setattr(DeviceBudget, "waiting_room", lambda *_: 0)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("update", ["auto", "deferred"])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
+def test_gradients_that_wait_on_the_device_leave_once_per_step(n, num_turns, clip, update, tmp_path):
+    """After the first step the device has room for all sums. The memory of a sum is free after the update."""
+    config = NVME | {"dtype": "bf16", "update": update, "options": {"accumulation_steps": n, "max_grad_norm": clip}}
+    expected = run(tmp_path, False, n=n, **config)
+    with training(Chain, tmp_path, **config) as (model, engine, optimizer):
+        engine.cycle.layerwise_limits.most = -(-n // num_turns)
+        losses, sent, waited = [], [], []
+        for step in range(3):
+            before = engine.stats()["links"]["d2h"]["nbytes"]
+            losses += [loss.item() for loss in infinity.accumulate(model, tokens(step, n), loss_of)]
+            waited.append(engine.tier.waiting_nbytes)
+            optimizer.step()
+            optimizer.zero_grad()
+            for chunk in engine.registry.chunks:
+                engine.updater.finish(chunk)
+            sent.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
+            assert engine.tier.waiting_nbytes == 0
+        trained = sum(chunk.record.numel for chunk in engine.registry.chunks if chunk.trainable and any(chunk.steps.values()))
+        assert sent[1:] == [4 * trained] * 2
+        assert waited[0] == 0 and (waited[2] >= 4 * trained if clip or update == "deferred" else True), (waited, trained)
+        assert losses == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+
+
+def test_a_sum_that_left_the_device_adds_up_in_host_memory_in_its_round(nothing_waits, tmp_path):
     """Updates of the step before that are still announced make no difference. Ranks may differ in such updates."""
     config = NVME | {"dtype": "bf16", "update": "deferred", "options": {"accumulation_steps": 3}}
     host_memory = least_host_memory(Chain, tmp_path, **config)  # so the updates of the last layers wait

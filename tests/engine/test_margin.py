@@ -98,8 +98,11 @@ def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, 
         counts.append(count)
     if home == "nvme" and (options or numbers["dtype"] == "fp16"):  # gradients wait for step()
         assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == total and 0 < max(stay) <= total
+    elif options.get("accumulation_steps"):  # sums come before records
+        assert counts[0] == 0 and counts == sorted(counts) and counts[-1] == total and 0 < max(stay) <= total
     else:
-        assert counts == [0, 1, len(records) // 2, len(records) - 1, total] and not any(stay)
+        few = counts[0] if home == "nvme" else 0  # records on NVMe come before weights that no op needs soon
+        assert counts == [few, 1 + few, len(records) // 2, len(records) - 1, total] and few < 2 and not any(stay)
 
 
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -224,7 +227,7 @@ def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_
         assert found <= share * nvme_nbytes
         counts.append(at_home)
         assert on_device > at_home  # free device memory holds further records
-    assert counts[0] == 0 and counts == sorted(set(counts)), counts
+    assert counts[0] == 0 and counts == sorted(counts) and counts[-1] > 0, counts  # gradients that wait on the device need no place on NVMe
 
 
 class WithMoreLayers(nn.Module):
@@ -339,7 +342,8 @@ def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro
     plans, counts = zip(*found)
     assert gauge.overflows == 0
     assert plans == (1, 1, 1, 2, 2, 2, 2, 2)
-    assert counts[0] == counts[2] > counts[3] == counts[-1] > 0, counts
+    assert counts[0] == counts[2] >= counts[3] == counts[-1], counts
+    assert counts[0] > counts[-1] or (home == "nvme" and counts[0] > 0), counts  # weights leave before records whose home is NVMe
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -400,10 +404,11 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
 @pytest.mark.parametrize(
     "seconds, steps_back",
     [
-        ([5.1, 6.6, 8.0, 9.7, 9.7], 1),  # two longer steps in a row
-        ([5.1, 4.0, 4.5, 4.9, 4.9], 0),  # not longer than the step before the division
-        ([5.1, 6.6, 6.5, 7.0, 7.0], 0),  # no two longer steps in a row
-        ([5.1, 3.0, 5.0, 6.0, 6.0], 1),
+        ([5.1, 4.9, 6.6, 8.0, 9.7, 9.7], 1),  # two longer steps in a row
+        ([5.1, 9.9, 4.0, 4.5, 4.9, 4.9], 0),  # not longer than the step before the division
+        ([5.1, 4.9, 6.6, 6.5, 7.0, 7.0], 0),  # no two longer steps in a row
+        ([5.1, 3.0, 5.0, 6.0, 6.0], 0),  # the first step after the division does not count
+        ([5.1, 3.0, 3.0, 5.0, 6.0, 6.0], 1),
     ],
 )
 def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge, monkeypatch, tmp_path):

@@ -97,7 +97,7 @@ class LayerwiseStep:
         micro_batches = [MicroBatch(self, work, number % num_together, rng) for number, (work, rng) in pairs]
         self._first_two = micro_batches[:2]
         if num_together > 1:
-            self.sums = DeviceSums(self.engine.gradients, self.engine.weights)
+            self.sums = DeviceSums(self.engine.gradients, self.engine.weights, self.engine.device_budget.waiting_room)
         before = calls.swap(CallState(calls.frames, threading.get_ident()))  # the same list: an outer caller can end the calls in this list
         if before.frames:
             calls.swap(before)
@@ -238,7 +238,8 @@ class LayerwiseStep:
         """Begin sums of gradients, because the last segments left of these micro-batches go backward."""
         if self.sums is not None:
             lasts = [micro.cutter.segments[-2:] for micro in micro_batches]
-            self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
+            chunks = self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
+            self.engine.device_budget.note_sums(chunks)
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._in_backward = micro

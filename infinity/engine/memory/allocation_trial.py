@@ -5,7 +5,7 @@ Knows clocks and the shapes of inputs. Must not know the parts of the division.
 
 # [Note: when a division has failed]
 # Step times vary. So a division fails after two longer steps in a row, of which the second is also longer than the step before the division.
-# All these steps have the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow
+# The first step after a division does not count: the division has waited for updates that otherwise run in this step. All other steps have the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow
 # drive: consecutive steps of 5.1, 6.6, 8.0 and 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an
 # evaluation, the length of a step is unknown, and no division is on trial.
 
@@ -27,7 +27,8 @@ class AllocationTrial:
         self._began: float | None = None  # start of the current step
         self._inputs = 0  # hash of the input shapes of the step's passes
         self._last = 0, 0.0  # (inputs, seconds) of the last step
-        self._steps: list[tuple[int, float]] = []  # the step before the division, and the steps after
+        self._steps: list[tuple[int, float]] = []  # the step before the division, and the steps after the next one
+        self._is_next = False  # the current step is the first one after the division
 
     @property
     def is_on(self) -> bool:
@@ -49,7 +50,8 @@ class AllocationTrial:
         self.drop_passes()
         if len(self._steps) > NUM_STEPS:
             self._steps = []
-        if not self._steps:
+        if not self._steps or self._is_next:
+            self._is_next = False
             return False
         self._steps.append(self._last)
         inputs, seconds = zip(*self._steps)
@@ -58,7 +60,7 @@ class AllocationTrial:
 
     def begin(self, is_new: bool) -> None:
         """Note a division that was made after the last step. is_new: the division differs from the previous one."""
-        self._steps = [self._last] if is_new else []
+        self._steps, self._is_next = [self._last] if is_new else [], is_new
 
     def fail(self) -> None:
         self.num_failed += 1

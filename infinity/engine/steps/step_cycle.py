@@ -194,10 +194,12 @@ class StepCycle:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which the gradients came
         if self.needs_norm and not self._clip(ready, hyper):
             return skip(self, ready)
+        is_divided = None
         if self.updater.deferred:
             ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # in the order of the next forward pass
+            is_divided = self.device_budget.redivide(by_step=True)  # before the updates: the device updates records that come there
         self.updates.begin_or_announce(ready, hyper)
-        self.end_step()
+        self.end_step(is_divided=is_divided)
 
     def _clip(self, ready: list[ChunkState], hyper: Hyper) -> bool:
         """Compute the norm, and lower `hyper.grad_scale` accordingly. Returns False if the step must be skipped."""
@@ -244,9 +246,10 @@ class StepCycle:
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
         return Hyper(self.optimizer.rule, self.optimizer.snapshot(), factor / scale)
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_divided: bool | None = None) -> None:
+        """End a step. is_divided: whether device memory was divided anew; None: that comes here."""
         completed = self.completed.for_plan(self.backward.num_passes)
-        self.follower.adopt(*completed, anew=self.device_budget.redivide(by_step=True))
+        self.follower.adopt(*completed, anew=self.device_budget.redivide(by_step=True) if is_divided is None else is_divided)
         self.state.end_step()
         self._forget_passes()
         self.param_grads.end_step()

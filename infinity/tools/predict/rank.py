@@ -96,7 +96,7 @@ class Rank:
         self.records = PlayedRecords(self.clock, links, placement, self.chunks, next_uses, keep=step.keep, compresses=compresses)
 
     def moment(self, chunk: PlayedChunk) -> Moment:
-        on_device, in_memory = chunk.homes[STATES].is_device, not in_storage(chunk.homes.values())
+        on_device, in_memory = chunk.homes[STATES].is_device, not in_storage((chunk.homes[WEIGHTS], chunk.homes[GRADIENTS]))
         return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
