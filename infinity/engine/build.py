@@ -263,10 +263,8 @@ def _registry(given: _Inputs, written: set[int]) -> Registry:
     pairs = zip(layout_.chunks, given.records)
     chunks = [ChunkState(chunk, record, given.ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
-        chunk.homes = {kind: homes[kind][index] for kind in KINDS}
-        chunk.weights_home = homes[WEIGHTS][index]
-        chunk.states_home = homes[STATES if chunk.trainable else WEIGHTS][index]
-        chunk.gradient_home = homes[GRADIENTS][index]
+        chunk.homes.update({kind: homes[kind][index] for kind in KINDS})
+        chunk.return_home()
     return Registry(layout_, params, spans, chunks)
 
 

@@ -35,6 +35,12 @@ class Shared:
     num_late: int = 0
     nvme_nbytes: int = 0
 
+    @property
+    def without_host_memory(self) -> list[int]:
+        """Chunks whose records are not on the device in any case, and whose gradients have no place in host memory."""
+        pairs = enumerate(zip(self.homes[GRADIENTS], self.homes[STATES]))
+        return [index for index, (gradient, states) in pairs if not gradient.is_host and not states.is_device]
+
 
 @dataclass(frozen=True)
 class Guests:

@@ -123,9 +123,7 @@ def place(
     slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
     sizes = candidate.sizes()
-    waiting = enumerate(zip(shared.homes[GRADIENTS], shared.homes[STATES])) if may_visit and needs.deferred else ()
-    only_here = [index for index, (gradient, states) in enumerate(zip(shared.homes[GRADIENTS], shared.homes[STATES])) if gradient.is_device != states.is_device]
-    _require_room(candidate, budgets, shared, needed, sum(sizes[GRADIENTS][index] for index in only_here))
+    _require_room(candidate, budgets, shared, needed)
     return Placement(
         homes=shared.homes,
         sizes=sizes,
@@ -146,7 +144,7 @@ def place(
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
         window_nbytes=WINDOW_OPS * candidate.held_nbytes if in_storage(shared.homes[STATES]) else None,
-        may_stay=frozenset(index for index, (home, states) in waiting if home.is_storage or home.is_device != states.is_device),
+        may_stay=frozenset(shared.without_host_memory if may_visit and needs.deferred else ()),
     )
 
 
@@ -167,12 +165,14 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     return dataclasses.replace(needs, weights=weights, states=states)
 
 
-def _require_room(candidate: Candidate, budgets: Budgets, shared: Shared, needed: int, gradients_nbytes: int) -> None:
-    """Raise BudgetError if the device has no room for gradients that have no other place."""
+def _require_room(candidate: Candidate, budgets: Budgets, shared: Shared, needed: int) -> None:
+    """Raise BudgetError if the device has no room for gradients that have no other place. needed: device bytes of everything else."""
+    sizes, homes = candidate.sizes()[GRADIENTS], shared.homes[GRADIENTS]
+    gradients_nbytes = sum(sizes[index] for index in shared.without_host_memory if homes[index].is_device)
     device_nbytes = max(budgets.device_nbytes, budgets.expected_nbytes)
     if gradients_nbytes and needed + gradients_nbytes > device_nbytes:
         records = sum(record.nbytes for record in candidate.records)
-        gradients = sum(candidate.sizes()[GRADIENTS])
+        gradients = sum(sizes)
         raise BudgetError(
             f"this model needs {format_bytes(records)} for records and {format_bytes(gradients)} for gradients that wait for step(). Host memory "
             f"holds {format_bytes(shared.host_nbytes)} and NVMe {format_bytes(shared.nvme_nbytes)} of them. {format_bytes(gradients_nbytes)} of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from infinity.plan.packing import Chunk, Layout, Piece
-from infinity.plan.record import Record
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import NVME, Tier
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
@@ -41,8 +41,8 @@ class ChunkState:
         self.title = f"chunk {chunk.index} ({inside[0]})" if inside else f"chunk {chunk.index}"  # for messages
         self.gaps = _gaps(self.pieces, record.numel)
         self.span = span
-        self.weights_home = self.states_home = self.gradient_home = NVME
-        self.homes: dict[str, Tier] = {}  # by kind: of weights and states also while the record is on the device
+        self.homes: dict[str, Tier] = dict.fromkeys(KINDS, NVME)  # by kind; a record that visits the device keeps its homes
+        self.weights_home = self.states_home = NVME  # of the present record: the device while the record visits it
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None for a kind without bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
@@ -53,6 +53,18 @@ class ChunkState:
         self.weights_expected = False  # a copy to the device follows soon, or an update that is not announced yet
         self.num_changes = 0  # of the record
         self.snapshot = None  # the Snapshot that has not copied the record yet
+
+    def return_home(self) -> None:
+        """The record is at home, or comes there."""
+        self.weights_home, self.states_home = self.homes[WEIGHTS], self.homes[STATES if self.trainable else WEIGHTS]
+
+    def exchange_homes(self, visitor: ChunkState, kind: str) -> None:
+        """This copy has moved to the host memory of a visitor's copy, which takes the extent on NVMe instead."""
+        self.homes[kind], visitor.homes[kind] = visitor.homes[kind], self.homes[kind]
+        self.extents[kind], visitor.extents[kind] = None, self.extents[kind]
+        if kind == STATES:
+            self.redo, visitor.redo = None, self.redo
+        self.return_home()
 
     @property
     def keep_weights(self) -> bool:
@@ -94,7 +106,7 @@ class ChunkState:
     @property
     def has_no_room_elsewhere(self) -> bool:
         """Whether the gradient can wait nowhere but on the device: neither host memory nor NVMe has a place."""
-        return self.gradient_home.is_device and not self.on_device
+        return self.homes[GRADIENTS].is_device and not self.on_device
 
     def __repr__(self):
         names = self.span.params[0].name if self.span.params else "-"

@@ -23,7 +23,7 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from infinity.plan.slots import farthest_first
 from infinity.system.lanes import Job
@@ -34,13 +34,10 @@ from infinity.tiers.weights import Weights
 
 
 class DeviceSums:
-    """The sums of one step.
+    """The sums of one step."""
 
-    waiting_room(chunks): device bytes beside spans and records, for the sums of these chunks, which come next and wait for their updates.
-    """
-
-    def __init__(self, gradients: Gradients, weights: Weights, waiting_room: Callable[[list[ChunkState]], int]):
-        self.gradients, self.weights, self.waiting_room = gradients, weights, waiting_room
+    def __init__(self, gradients: Gradients, weights: Weights):
+        self.gradients, self.weights = gradients, weights
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self._here: dict[ChunkState, int] = {}  # sums on the device -> their bytes
         self._earlier: set[ChunkState] = set()  # have sums of earlier rounds in host memory
@@ -51,13 +48,18 @@ class DeviceSums:
         """All gradients come once more."""
         self._earlier = {chunk for chunk in self.registry.chunks if chunk.gradient.job is not None}
 
-    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState]) -> list[ChunkState]:
-        """Gradients of these parameters come next. following: parameters that the ops of the next segment use. Returns the chunks."""
+    def chunks_of(self, params: Iterable[ParameterState]) -> list[ChunkState]:
+        """The chunks of these parameters on this rank."""
+        return list(dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)))
+
+    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState], waiting_room: int) -> list[ChunkState]:
+        """Gradients of these parameters come next. following: parameters that the ops of the next segment use. waiting_room: device bytes beside
+        spans and records, for sums that wait for their updates. Returns the chunks of all ranks.
+        """
         self.weights.drain_dropped()
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
-        chunks = list(dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)))
-        waiting_room = self.waiting_room(chunks)
+        chunks = self.chunks_of(params)
         if self.ranks.are_several:
             in_chunks = set(chunks)
             least, least_waiting, *come = self.ranks.most([-room, -waiting_room, *(chunk in in_chunks for chunk in self.registry.chunks)])

@@ -177,5 +177,9 @@ class GradientState:
             self.offload()
         return shard, has_data
 
+    def take(self, shard: DeviceShard | None) -> None:
+        """Use this device memory, or none."""
+        self.device_shard = shard
+
     def free_device(self) -> None:
         self.device_shard, self.unreduced = None, Unreduced()

@@ -30,6 +30,7 @@ from infinity.system.lanes import Job, Lane, Monitor
 from infinity.tiers.bytes_in_flight import BytesInFlight
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.gradient_adder import GradientAdder
+from infinity.tiers.gradient_memory import GradientMemory
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradient_state import DeviceShard
 from infinity.tiers.parameter_state import ParameterState
@@ -82,8 +83,8 @@ class Gradients:
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
         self.cuda = self.device.type == "cuda"
         self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
+        self.memory = GradientMemory(self.tier, self.device, self.adder.stream)
         self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
-        self.may_wait: Callable[[ChunkState], bool] = lambda chunk: False  # whether the device has room for a first gradient until its update
         self._num_arrivals = 0
         self._lock = Monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock
@@ -108,8 +109,6 @@ class Gradients:
         chunks = self.registry.chunks_of(state)
         if not self.ranks.are_several:
             for chunk in chunks:
-                if not chunk.gradient_on_device and not chunk.gradient.has_arrived and self.may_wait(chunk):
-                    self.wait_on_device(chunk)
                 if chunk.gradient_on_device:
                     self._keep(chunk, state, flat)
             chunks = [chunk for chunk in chunks if not chunk.gradient_on_device]
@@ -152,33 +151,15 @@ class Gradients:
         """The gradient was used: free the memory. The next arrival is a first one."""
         if not chunk.gradient_on_device:
             self.records.discard(chunk, GRADIENTS)  # also after a transfer to the device that failed: the shard is still here
-        self._free_for_step(chunk)
+        self.memory.free_for_step(chunk)
         chunk.gradient.clear()
 
     def wait_on_device(self, chunk: ChunkState) -> None:
-        """The chunk's next gradient waits on the device until its update begins, in memory that is freed then. Called by the training thread.
-
-        The memory is on the stream of the ops, because activations use it before and after.
-        """
+        """The chunk's next gradient waits on the device until its update begins, in memory that is freed then. Called by the training thread."""
         if not chunk.on_device:
             chunk.gradient.stay(for_step=True)
         if chunk.gradient.device_shard is None:
-            self._make_device_gradient(chunk, for_step=True)
-
-    def _free_for_step(self, chunk: ChunkState) -> None:
-        """Free device memory that belongs to one gradient. No copy or kernel of another stream uses the memory."""
-        shard = chunk.gradient.device_shard
-        if shard is not None and shard.for_step:
-            chunk.gradient.device_shard = None
-            if shard.memory.is_cuda and chunk.on_device:  # the update may run on another stream than the op that came first
-                shard.memory.record_stream(torch.cuda.current_stream(self.device))
-            self._set_for_step(shard, False)
-            self.tier.book(-shard.nbytes)
-
-    def _set_for_step(self, shard: DeviceShard, for_step: bool) -> None:
-        """Whether the memory is freed together with the gradient."""
-        self.tier.note_waiting((for_step - shard.for_step) * shard.nbytes)
-        shard.for_step = for_step
+            self.memory.make(chunk, for_step=True)
 
     def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None) -> Job:
         """Copy a gradient that stayed on the device to host memory, after the job `arrived`, because the update begins.
@@ -195,7 +176,7 @@ class Gradients:
             with self._open(chunk) as target:
                 begin = now()
                 marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
-            self._free_for_step(chunk)
+            self.memory.free_for_step(chunk)
             self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
 
         return self.gc.push(work, chunk.title)
@@ -208,7 +189,7 @@ class Gradients:
                     self.records.request(following, GRADIENTS, pin=False)
             if chunk.gradient.is_there and not chunk.gradient_on_device:
                 with self.records.lease(chunk, GRADIENTS) as lease:
-                    self._make_device_gradient(chunk)
+                    self.memory.make(chunk)
                     self.adder.put(chunk.gradient.device_shard.memory, self._tensor(lease), True, None)
                 self.records.discard(chunk, GRADIENTS)
             chunk.gradient.stay_here()
@@ -217,18 +198,17 @@ class Gradients:
         """Move a gradient off the device, because the record has left or the room is needed. No transfer is running."""
         if chunk.has_no_room_elsewhere and chunk.gradient.is_there:
             chunk.gradient.stay(for_step=True)
-            return self._set_for_step(chunk.gradient.device_shard, True)
+            return self.memory.set_for_step(chunk.gradient.device_shard, True)
         last = self._last_stream(chunk)
         shard, has_data = chunk.gradient.leave()
         if shard is None:
             return
-        self._set_for_step(shard, False)
         if has_data:
             if last is not None:
                 last.synchronize()
             with self._open(chunk) as target:
                 target.copy_(shard.memory)
-        self.tier.book(-shard.nbytes)
+        self.memory.free_left(shard)
 
     def wait_for(self, chunk: ChunkState) -> None:
         """Wait until every transfer of the chunk's gradient is over. Raises the error of a failed one."""
@@ -279,7 +259,7 @@ class Gradients:
         piece = chunk.whole_pieces[state.index]
         stream = torch.cuda.current_stream(self.device) if self.cuda else None
         if chunk.gradient.device_shard is None:
-            self._make_device_gradient(chunk)
+            self.memory.make(chunk)
             if self.cuda:
                 stream.wait_stream(self.adder.stream)
         if (last := self._last_stream(chunk)) not in (None, stream):
@@ -304,29 +284,12 @@ class Gradients:
         """The CUDA stream of the last arrival of a gradient on the device; otherwise None."""
         return chunk.gradient.job.wait() if chunk.gradient.job is not None else None
 
-    def _make_device_gradient(self, chunk: ChunkState, *, for_step: bool = False) -> None:
-        """Allocate a shard. A long-lived one is in the adder's stream, and so not between activations, which the ops' stream allocates and
-        frees.
-        """
-        with torch.cuda.stream(None if for_step else self.adder.stream):
-            memory = torch.zeros(chunk.record.numel, dtype=self.dtype(chunk), device=self.device)
-        chunk.gradient.device_shard = DeviceShard(memory)
-        self._set_for_step(chunk.gradient.device_shard, for_step)
-        self.tier.book(memory.nbytes)
-
-    def free_idle(self, chunk: ChunkState) -> None:
-        """Free device memory that is kept for the gradients of later steps, if no gradient is there."""
-        shard = chunk.gradient.device_shard
-        if shard is not None and not shard.for_step and not chunk.gradient.is_there:
-            chunk.gradient.device_shard = None
-            self.tier.book(-shard.nbytes)
-
     @contextlib.contextmanager
     def _open(self, chunk: ChunkState):
         """The chunk's gradient shard for writing. The gaps between parameters are zero. Waits for a slot."""
         if chunk.gradient_on_device:
             if chunk.gradient.device_shard is None:
-                self._make_device_gradient(chunk)
+                self.memory.make(chunk)
             chunk.gradient.arrive(on_device=True)
             yield chunk.gradient.device_shard.memory
             return

@@ -294,25 +294,6 @@ class RecordMover:
                 self.lock.notify_all()
             self._forget_late(chunk, kind)
 
-    def exchange(self, visitor: ChunkState, chunk: ChunkState, kind: str) -> bool:
-        """Exchange the host memory of a visitor's copy, which has the chunk's bytes already, with the chunk's extent. Returns False, and changes
-        nothing, if a thread uses one of the copies.
-        """
-        with self.lock:
-            cache = self.caches[kind]
-            resident, borrowed = cache.residents[visitor.index], cache.entries.get(chunk.index)
-            if resident.pins or (borrowed is not None and not cache.drop(borrowed)):
-                return False
-            del cache.residents[visitor.index]
-            cache.add_resident(chunk, resident.memory)
-            visitor.extents[kind], chunk.extents[kind] = chunk.extents[kind], None
-            visitor.homes[kind], chunk.homes[kind] = chunk.homes[kind], visitor.homes[kind]
-            if kind == STATES:
-                visitor.redo, chunk.redo = chunk.redo, visitor.redo
-                self._forget_late(visitor, kind)
-            self.lock.notify_all()
-            return True
-
     def unpin(self, chunk: ChunkState, kind: str, entry: Entry) -> None:
         with self.lock:
             self.caches[kind].unpin(entry, keep=self._keeps(chunk, kind))

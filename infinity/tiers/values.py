@@ -6,15 +6,15 @@ Knows segments of records in host or device memory. Must not know the time of a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.formats.format import Segment
 from infinity.optim.shard import codec_of
-from infinity.plan.record import STATES, WEIGHTS
-from infinity.plan.tiers import DEVICE, Tier
+from infinity.plan.record import STATES, WEIGHTS, Record
+from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
@@ -177,21 +177,42 @@ class Values:
         with self.records.lease(chunk, write=True, fresh=True) as lease:
             for name, segment in lease.shard.items():
                 segment.copy_(state[name])
-        chunk.weights_home, chunk.states_home = chunk.homes[WEIGHTS], chunk.homes[STATES]
+        chunk.return_home()
         chunk.device_states = None
         self.tier.book(-chunk.record.states_nbytes)
 
-    def give_home(self, visitor: ChunkState, chunk: ChunkState, kind: str) -> bool:
-        """Give a chunk the host memory of a visitor's record, which takes the extent on NVMe instead. The two records are alike.
+    def exchange_homes(self, visitors: Iterable[ChunkState]) -> None:
+        """Records that stay at home on NVMe take the host memory of visitors, which take the extents instead.
 
-        Returns False, and changes nothing, if a checkpoint uses the copy. No update of the chunk is running.
+        The first chunks come first, because their updates have the least time. All records of a pair have the same bytes in each tier. A copy
+        that another thread uses keeps its home.
         """
-        chunk.copy_for_snapshot()
-        area = self.records.caches[kind].residents[visitor.index].memory
-        with self.records.lease(chunk, kind) as lease:
+        found: list[tuple[ChunkState, ChunkState, str]] = []
+        for kind in (WEIGHTS, STATES):
+            spare: dict[Record, list[ChunkState]] = {}
+            for chunk in visitors:
+                if chunk.trainable and chunk.homes[kind].is_host:
+                    spare.setdefault(chunk.record, []).append(chunk)
+            away = [chunk for chunk in self.registry.chunks if chunk.trainable and not chunk.on_device and chunk.homes[kind].is_storage]
+            found += [(spare[chunk.record].pop(), chunk, kind) for chunk in away if spare.get(chunk.record)]
+        for _, chunk, _ in found:
+            self.updater.finish(chunk)
+            chunk.copy_for_snapshot()
+        if found:
+            self.records.flush()  # copies that are still written keep their slots
+        for visitor, chunk, kind in found:
+            area = self.records.caches[kind].residents[visitor.index].memory
             nbytes = chunk.record.weight_nbytes if kind == WEIGHTS else chunk.record.states_nbytes
-            area.buffer[:nbytes] = lease.entries[kind].memory.buffer[:nbytes]
-        return self.records.exchange(visitor, chunk, kind)
+            with self.records.lease(chunk, kind) as lease:
+                area.buffer[:nbytes] = lease.entries[kind].memory.buffer[:nbytes]
+            with self.records.lock:
+                cache = self.records.caches[kind]
+                borrowed = cache.entries.get(chunk.index)
+                is_free = not cache.residents[visitor.index].pins and (borrowed is None or cache.drop(borrowed))
+                if is_free:
+                    cache.add_resident(chunk, cache.residents.pop(visitor.index).memory)
+                    chunk.exchange_homes(visitor, kind)
+            self.records.discard(visitor, kind)  # its redo log, which has come with the extent
 
     def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:
         """Make device memory the place of a record's states. memory: uint8 [states_nbytes], one block for all states."""

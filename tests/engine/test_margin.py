@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.engine import build
 from infinity.engine.memory import allocation_trial as trial
-from infinity.engine.memory import device_memory as margin
+from infinity.engine.memory import activation_meter
 from infinity.model.gpt import GPT
 from infinity.plan import placement as planner
 from infinity.plan.record import STATES, WEIGHTS
@@ -306,7 +306,7 @@ def test_records_whose_tier_is_the_device_stay_when_inputs_grow(small_drive, gau
 @pytest.fixture
 def gauge(monkeypatch):
     gauge = ScriptedGauge(0)
-    monkeypatch.setattr(margin, "SLACK", 0.0)
+    monkeypatch.setattr(activation_meter, "SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
     return gauge
 
@@ -397,7 +397,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         train(model, engine, optimizer, sizes, gauge)
         assert_same_states(states_of(engine, model), expected)
         assert came[0] > 8 and gauge.overflows == 0
-        assert engine.device_budget.op_nbytes[None] == max(first_sizes) << 10  # the sums do not count as memory of an op
+        assert engine.device_budget.meter.op_nbytes[None] == max(first_sizes) << 10  # the sums do not count as memory of an op
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # a larger micro-batch makes sums leave, then some return
 
 
@@ -637,7 +637,7 @@ def test_records_come_to_the_device_after_evaluations_without_optimizer(tmp_path
     ],
 )
 def test_growth_is_the_largest_growth_of_any_input(shapes, seen, growth):
-    assert margin._growth(shapes, seen) == growth
+    assert activation_meter._growth(shapes, seen) == growth
 
 
 # A real device

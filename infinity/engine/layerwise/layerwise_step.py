@@ -97,7 +97,7 @@ class LayerwiseStep:
         micro_batches = [MicroBatch(self, work, number % num_together, rng) for number, (work, rng) in pairs]
         self._first_two = micro_batches[:2]
         if num_together > 1:
-            self.sums = DeviceSums(self.engine.gradients, self.engine.weights, self.engine.device_budget.waiting_room)
+            self.sums = DeviceSums(self.engine.gradients, self.engine.weights)
         before = calls.swap(CallState(calls.frames, threading.get_ident()))  # the same list: an outer caller can end the calls in this list
         if before.frames:
             calls.swap(before)
@@ -237,9 +237,10 @@ class LayerwiseStep:
     def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
         """Begin sums of gradients, because the last segments left of these micro-batches go backward."""
         if self.sums is not None:
-            lasts = [micro.cutter.segments[-2:] for micro in micro_batches]
-            chunks = self.sums.begin(set().union(*(last[-1].touched for last in lasts)), set().union(*(last[0].touched for last in lasts)))
-            self.engine.device_budget.note_sums(chunks)
+            lasts, budget = [micro.cutter.segments[-2:] for micro in micro_batches], self.engine.device_budget
+            params, following = (set().union(*(last[index].touched for last in lasts)) for index in (-1, 0))
+            room = budget.waiting_room(self.sums.chunks_of(params))
+            budget.note_sums(self.sums.begin(params, following, room))
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._in_backward = micro

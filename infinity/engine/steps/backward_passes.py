@@ -135,6 +135,8 @@ class BackwardPasses:
             self.updater.finish(chunk)
         if self.micro_batches.withhold(state, grad):
             return
+        if not self.ranks.are_several:
+            self.cycle.device_budget.let_wait(chunks)
         self.gradients.arrive(state, grad)
         del grad
         state.arrivals += 1

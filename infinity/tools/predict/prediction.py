@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.memory.device_memory import SLACK
+from infinity.engine.memory.activation_meter import SLACK
 from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress, records_may_visit
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.format import ADAM_MOMENTS
