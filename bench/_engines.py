@@ -115,7 +115,8 @@ def version_of(engine: str) -> str:
 
 
 def make_ready(engine: str, job: Job) -> Trainer:
-    return {"infinity": _infinity, "by-layer": _by_layer, "fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain}[engine](job)
+    ours = {"infinity": _infinity, "by-layer": _by_layer}
+    return (ours | {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain, "compute": _compute})[engine](job)
 
 
 def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
@@ -270,6 +271,18 @@ def _plain(job: Job) -> Trainer:
                 torch._foreach_copy_(params, masters)
 
     return Trainer(micro, update, lambda: (*kernel_io(), 0, 0))
+
+
+def _compute(job: Job) -> Trainer:
+    """Forward and backward passes of plain PyTorch on the device. Gradients are dropped, and nothing is updated."""
+    model = job.make()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(_drop_gradient)
+    return Trainer(_micro(job, model), lambda: None, lambda: (*kernel_io(), 0, 0))
+
+
+def _drop_gradient(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 def _micro(job: Job, model: nn.Module):

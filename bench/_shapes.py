@@ -29,7 +29,8 @@ SHAPES = {  # values by NAMES, and whether the head is the embedding
 class Size:
     num_parameters: int
     flops_a_token: int
-    """Floating-point operations of forward and backward: 6 per parameter, without embeddings and with the head, and causal attention."""
+    """Floating-point operations of forward and backward: 6 per parameter that a token uses, without embeddings and with the head, and causal
+    attention."""
 
 
 def size_of(name: str, sequence: int) -> Size:
@@ -37,7 +38,9 @@ def size_of(name: str, sequence: int) -> Size:
         model = Causal(name, sequence).model
     config, num = model.config, sum(param.numel() for param in model.parameters())
     embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    return Size(num, 6 * (num - embedding) + 6 * config.num_hidden_layers * config.hidden_size * sequence)
+    of_experts = sum(param.numel() for param in model.parameters() if param.dim() == 3)
+    idle = of_experts - of_experts * config.num_experts_per_tok // config.num_local_experts if of_experts else 0
+    return Size(num, 6 * (num - embedding - idle) + 6 * config.num_hidden_layers * config.hidden_size * sequence)
 
 
 def vocab_of(name: str) -> int:

@@ -1,19 +1,22 @@
 """Fine-tuning of transformers' models with clipping, at usual tokens a step: this engine and its peers.
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
-                             [--sequence 4096] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
+                             [--sequence 4096] [--lengths 256,512,1024,2048] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
                              [--optimizer-state-tier nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
 Models have random weights: 1b and 3b have the shapes of Llama 3.2, 8b of Llama 3.1, qwen7b of Qwen2.5-7B. 14b is a Llama with the
-dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters. All
+dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters.
+mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.08 B parameters, 2.09 B of them a token. All
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
 infinity with `infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory.
-DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain PyTorch has everything on the device.
+DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain PyTorch has everything on the device. compute is plain PyTorch
+without gradients, optimizer states and updates: the time of the passes alone. Its losses stay those of the first step.
 
 Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes a list of tokens a step ("16k" is 16,384), with
-micro-batches of up to --micro-batch sequences. Each round runs each engine with each number of tokens in turn, in separate processes.
+micro-batches of up to --micro-batch sequences. With --lengths, sequences have each of these lengths for four steps, and then a random one of
+them. The result then says how many times its length's best step the longest step takes. Each round runs each engine with each number of tokens in turn, in separate processes.
 Times are those of the steps after the second. A run ends after --limit seconds, the start included. A run that fails or is ended is
 shown as a line with the reason, beside the finished steps. An engine that failed is not tried again with as many tokens. An engine is
 not tried at all if host memory is too small, because such a run can stop the machine. The need was measured with 3.2 B: 19 bytes a
@@ -32,6 +35,7 @@ import dataclasses
 import json
 import math
 import os
+import random
 import signal
 import statistics
 import sys
@@ -67,7 +71,7 @@ from infinity.renamed import CONFIG_FIELDS
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
-ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain")
+ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain", "compute")
 OURS = ("infinity", "by-layer")
 SETTINGS = (
     *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype"),
@@ -93,6 +97,7 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=positive, default=4, help="sequences of a rank; with --curve at most")
     parser.add_argument("--accumulation", type=positive, default=1, help="micro-batches a step")
     parser.add_argument("--sequence", type=positive, default=4096, help="tokens")
+    parser.add_argument("--lengths", type=tokens_of, metavar="TOKENS,...", help="of sequences, one after the other, then at random")
     parser.add_argument("--curve", type=tokens_of, metavar="TOKENS,...", help="a step and rank, instead of --accumulation")
     parser.add_argument("--clip", type=float, default=1.0, help="the global norm of gradients; 0: not")
     parser.add_argument("--loss-tokens", type=at_least(0), default=4096)
@@ -222,7 +227,7 @@ def apart_by_row(rows: dict) -> dict:
     found, bases = {}, {}
     for (tokens, engine), row in rows.items():
         for run_ in row.runs:
-            base = bases.setdefault(tokens, run_["losses"])
+            base = run_["losses"] if engine == "compute" else bases.setdefault(tokens, run_["losses"])
             num = min(len(base), len(run_["losses"]))
             found[tokens, engine] = max(found.get((tokens, engine), 0.0), apart(base[:num], run_["losses"][:num]))
     return found
@@ -257,10 +262,21 @@ def show(options, size: Size, rows: dict) -> None:
     for (tokens, engine), row in rows.items():
         if row.runs:
             print(f"{tokens:,} {engine}, losses: {few(row.runs[0]['losses'], 4)}")
+            if options.lengths:
+                print(f"{tokens:,} {engine}, {worst_step(options, row.runs[-1]['seconds'])}")
             for remark in row.runs[-1]["remarks"]:
                 print(f"{tokens:,} {engine}: {remark}")
         if row.reason is not None:
             print(f"{tokens:,} {engine}: {row}")
+
+
+def worst_step(options, seconds: list[float]) -> str:
+    """The step that takes the largest multiple of the best step of its length."""
+    lengths = [length_of(options, number) for number in range(len(seconds))]
+    best = {length: min(took for took, each in zip(seconds, lengths) if each == length) for length in lengths}
+    number = max(range(len(seconds)), key=lambda index: seconds[index] / best[lengths[index]])
+    times = seconds[number] / best[lengths[number]]
+    return f"longest step: step {number + 1} of length {lengths[number]}, {seconds[number]:.3f} s, {times:.2f} times the best of its length"
 
 
 def title(options, size: Size, rows: dict) -> str:
@@ -371,8 +387,15 @@ def tokens_at(options, step: int, micro: int) -> torch.Tensor:
     tokens.
     """
     generator = torch.Generator().manual_seed((step << 32) + (micro << 8) + int(os.environ["RANK"]))
-    drawn = torch.rand(options.micro_batch, options.sequence + 1, generator=generator, dtype=torch.float64)
+    drawn = torch.rand(options.micro_batch, length_of(options, step) + 1, generator=generator, dtype=torch.float64)
     return (drawn.square() * vocab_of(options.model)).long()
+
+
+def length_of(options, step: int) -> int:
+    """The length of a step's sequences."""
+    if not options.lengths:
+        return options.sequence
+    return options.lengths[step // 4 if step < 4 * len(options.lengths) else random.Random(step).randrange(len(options.lengths))]
 
 
 def made(options, device):

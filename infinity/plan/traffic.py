@@ -23,6 +23,7 @@ from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
+from infinity.plan.tiers import in_storage
 
 MOST_GROUPS = 128  # groups of spans in the simulated trace
 LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write")
@@ -59,7 +60,8 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
         if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
         found["h2d"] += copies[chunk.span] * shard
-        found["d2h"] += step.num_passes * shard if chunk.trainable else 0
+        if chunk.trainable:  # a sum that stays on the device leaves once
+            found["d2h"] += record.numel * chunk.format.gradient_itemsize if chunk.index in stay else step.num_passes * shard
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
             if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
@@ -82,12 +84,12 @@ def _spills(step: Step) -> bool:
 
 def _num_kept(layout: Layout, placement: Placement, step: Step, visiting: Mapping[int, int]) -> dict[str, int]:
     """By kind, the number of chunks without a place in host memory whose copy is still in a slot at the next use."""
-    found = {}
+    found, reads_at_once = {}, step.deferred and not in_storage(placement.homes[WEIGHTS])  # all updates begin in step(), see `moment`
     for kind in KINDS:
         num = sum(home.is_storage and chunk.span not in visiting for home, chunk in zip(placement.homes[kind], layout.chunks))
         slots = placement.slots[kind]
         if slots < num:  # two slots are always used for the next chunks; weights, used twice or more, pass through all slots
-            slots = max(0, slots - 2) if kind != WEIGHTS else 0
+            slots = 0 if kind == WEIGHTS or (kind == STATES and reads_at_once) else max(0, slots - 2)
         found[kind] = min(slots, num)
     return found if step.keep else dict.fromkeys(KINDS, 0)
 
@@ -108,14 +110,15 @@ def _guests(
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Spans whose records fit the device, and spans whose waiting gradients fit, each with the bytes there."""
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
-    if not step.may_visit or room_nbytes <= sum(span.nbytes for span in layout.spans):  # all weights come first
+    if not step.may_visit:
         return {}, {}
     found = share_device(
         layout,
         records,
         placement.homes[STATES],
         room_nbytes=room_nbytes,
-        may_stay=placement.may_stay,
+        window_nbytes=placement.window_nbytes,
+        may_stay=range(len(records)) if step.num_passes > 1 else placement.may_stay,
     )
     visiting, staying = map(dict, found)
     return visiting, staying

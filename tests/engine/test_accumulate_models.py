@@ -267,6 +267,8 @@ def leaves_once(dtype, update, folder):
             infinity.accumulate(model, tokens(2 * step + dist.get_rank(), n), loss_of_tokens)
             optimizer.step()
             optimizer.zero_grad()
+            for chunk in engine.registry.chunks:
+                engine.updater.finish(chunk)
             found.append(engine.stats()["links"]["d2h"]["nbytes"] - before)
         assert engine.tier.held_nbytes == sum(span.nbytes for span in engine.registry.spans if span.allocated)
         return found, sum(chunk.record.numel for chunk in engine.registry.chunks)

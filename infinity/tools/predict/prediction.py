@@ -211,7 +211,7 @@ def arrangement(
         if records_may_visit(config, layout):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
             visiting, staying = planner.share_device(
-                layout, records, homes, room_nbytes=room, may_stay=placement.may_stay
+                layout, records, homes, room_nbytes=room, window_nbytes=placement.window_nbytes, may_stay=placement.may_stay
             )
             on_device += tuple(span for span, _ in visiting)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
