@@ -109,7 +109,7 @@ def stats_of(engine) -> EngineStats:
         "device_budget_nbytes": budget.budget_nbytes,
         "device_nbytes": engine.tier.held_nbytes,
         "peak_device_nbytes": engine.tier.peak_nbytes,
-        "peak_activation_nbytes": budget.activation_nbytes,
+        "peak_activation_nbytes": budget.meter.activation_nbytes,
         "peak_allocated_nbytes": budget.gauge.most_nbytes() if budget.gauge else 0,
         "num_placement_rollbacks": budget.trial.num_failed,
         "num_chunks_on_device": sum(chunk.on_device for chunk in engine.registry.chunks),

@@ -686,7 +686,7 @@ def test_a_gpu_that_is_almost_full_trains_with_twice_the_batch(home, remains, de
             for step, batch in enumerate([4] * 4 + [8] * 4):
                 loss = step_on_device(model, optimizer, step, batch)
                 found.append((loss, engine.follower.num_plans, len(engine.device_budget.promoted)))
-            print(f"activations {engine.device_budget.activation_nbytes >> 20} MiB, {found}")
+            print(f"activations {engine.device_budget.meter.activation_nbytes >> 20} MiB, {found}")
         return zip(*found)
 
     expected, *_ = run(param_tier="host", optimizer_state_tier="host", host_memory="8GiB")

@@ -68,15 +68,11 @@ class DeviceBudget:
         self.stayable = trainable if gradients.adder.accumulate else placement.may_stay  # chunks whose gradients may stay, see `Placement`
         self.movable = not all(home.is_device for home in placement.homes[STATES])  # otherwise no record has another home
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
+        self._beside_nbytes = 0  # for sums of layer-wise steps, beside the largest activations
         self._by_layer = False  # whether the current division is for layer-wise steps
         self._needs_division = True
         self.trial = AllocationTrial()
         self._divide()
-
-    @property
-    def activation_nbytes(self) -> int:
-        """Most bytes that any op has allocated."""
-        return self.meter.activation_nbytes
 
     def hold_records(self) -> None:
         """From now on records may visit the device."""
@@ -103,10 +99,14 @@ class DeviceBudget:
         first = not meter.has_measured  # the budget is still the least
         if not first and growth > 1 and meter.room_for(growth) < self.budget_nbytes + self.tier.waiting_nbytes:
             self._end_waiting()
-        fits = first or growth <= 1 or meter.room_for(growth) >= self.budget_nbytes
-        grows, lacks = self.ranks.most([growth > 1 or not shapes, failed or not fits])
-        if lacks:
+        room = self.budget_nbytes
+        if not first and growth > 1:
+            room = max(self.placement.least_nbytes, meter.room_for(growth) - self._beside_nbytes)  # the least also for a NaN
+        grows, failed, lacking = self.ranks.most([growth > 1 or not shapes, failed, max(0, self.budget_nbytes - room)])
+        if failed:
             self._retreat()
+        elif lacking:
+            self._shrink(self.budget_nbytes - int(lacking))
         if grows and not meter.is_on:
             self._needs_division = True
             meter.begin()
@@ -131,22 +131,10 @@ class DeviceBudget:
         budget = self._budget(sums)
         before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
         visiting, staying = self._visitors(budget)
-        while len(self.promoted) > len(visiting):
-            self._demote()
-        self.promoted = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        for span, _ in self.promoted if self._by_layer else ():
-            for chunk in self.registry.chunks_in(span):
-                self.gradients.memory.free_idle(chunk)
-        chosen = {index for index, _ in (*visiting, *staying)}
-        self._send_gradients([span for span in self.staying if span not in chosen])
-        self.budget_nbytes = budget
-        self._divide()
+        self._leave(budget, visiting, staying)
         for index, nbytes in visiting[len(self.promoted) :]:
             self._promote(self.registry.spans[index], nbytes)
-        for index, nbytes in staying:
-            if index not in self.staying:
-                self._keep_gradients(index, nbytes)
-        self._divide()
+        self._stay(staying)
         self.values.exchange_homes([chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)])
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
         self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None)
@@ -191,10 +179,12 @@ class DeviceBudget:
         budget, least, meter = self.placement.device_nbytes, self.placement.least_nbytes, self.meter
         if self.gauge is not None:
             budget = int(meter.room(meter.activation_nbytes))
-        beside, total = self.sums.needed_nbytes(sums, meter.activation_nbytes)
+        self._beside_nbytes, total = self.sums.needed_nbytes(sums, meter.activation_nbytes)
         if total:  # a sum may leave, weights always come
             with_window = least + (planner.WINDOW_OPS - 1) * (least - self.placement.fixed_nbytes)
-            bound = budget - beside if meter.bound_nbytes is None else min(budget - beside, meter.bound_nbytes - total)
+            bound = budget - self._beside_nbytes
+            if meter.bound_nbytes is not None:
+                bound = min(bound, meter.bound_nbytes - total)
             budget = max(min(budget, with_window), bound)
         return int(self.ranks.least([max(budget, least)])[0])
 
@@ -264,6 +254,34 @@ class DeviceBudget:
 
     # Records, and gradients that stay in every step.
 
+    def _leave(self, budget: int, visiting: list[tuple[int, int]], staying: list[tuple[int, int]]) -> None:
+        """Reduce the engine to this budget: records and gradients that are not chosen leave. The two lists are those of `_visitors`."""
+        while len(self.promoted) > len(visiting):
+            self._demote()
+        self.promoted = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
+        for span, _ in self.promoted if self._by_layer else ():
+            for chunk in self.registry.chunks_in(span):
+                self.gradients.memory.free_idle(chunk)
+        chosen = {index for index, _ in (*visiting, *staying)}
+        self._send_gradients([span for span in self.staying if span not in chosen])
+        self.budget_nbytes = budget
+        self._divide()
+
+    def _stay(self, staying: list[tuple[int, int]]) -> None:
+        """From now on gradients of these spans that wait for step() stay on the device."""
+        for span, nbytes in staying:
+            if span not in self.staying:
+                for chunk in self._may_stay(span):
+                    chunk.gradient.stay()
+                self.staying[span] = nbytes
+        self._divide()
+
+    def _shrink(self, budget: int) -> None:
+        """Leave device memory to larger activations. The records and gradients that were chosen last leave first."""
+        visiting, staying = self._visitors(budget)
+        self._leave(budget, visiting, [(span, nbytes) for span, nbytes in staying if span in self.staying])
+        self.weights.evict_idle()
+
     def _retreat(self) -> None:
         """Reduce the engine to the least device memory that works. Activations get the rest."""
         self.meter.forget_capacity()
@@ -296,12 +314,6 @@ class DeviceBudget:
         self.weights.release(span)
         self.promoted.append((span, nbytes))
         self._divide()
-
-    def _keep_gradients(self, span: int, nbytes: int) -> None:
-        """From now on gradients of this span that wait for step() stay on the device."""
-        for chunk in self._may_stay(span):
-            chunk.gradient.stay()
-        self.staying[span] = nbytes
 
     def _send_gradients(self, spans: list[int]) -> None:
         """From now on gradients of these spans leave the device."""
