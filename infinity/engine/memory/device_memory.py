@@ -303,6 +303,8 @@ class DeviceBudget:
                 self.gradients.wait_for(chunk)
         if offloaded := [chunk for chunk in chunks if chunk.gradient.is_offloaded]:
             self.gradients.stay_on_device(offloaded)
+            for chunk in offloaded if self._by_layer else ():
+                self.gradients.memory.set_for_step(chunk.gradient.device_shard, True)
         self.staying.pop(span.index, None)
         self.weights.acquire_aside([span])
         self.values.keep_written(span)
