@@ -55,7 +55,7 @@ class ChunkState:
         self.snapshot = None  # the Snapshot that has not copied the record yet
 
     def return_home(self) -> None:
-        """The record is at home, or comes there."""
+        """Set the tiers of the present record to its homes."""
         self.weights_home, self.states_home = self.homes[WEIGHTS], self.homes[STATES if self.trainable else WEIGHTS]
 
     def exchange_homes(self, visitor: ChunkState, kind: str) -> None:

@@ -5,9 +5,9 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 """
 
 # [Note: room for sums]
-# A sum waits on the device until its update begins, if the device has room for it: activations of earlier ops have left memory behind. Sums
-# without this room leave when they are complete. Until then they use the device memory for spans that come and go, if the spans of the
-# current ops leave room there. A gradient without any room adds up in host memory. The room of a sum is free again after the sum has left.
+# A sum waits on the device until its update begins, if activations of earlier ops have left room. Other sums leave when they are complete.
+# Until then they use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without any
+# room adds up in host memory. The room of a sum is free again after the sum has left.
 # The engine checks this when more room is needed.
 # If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
 # 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host memory has no

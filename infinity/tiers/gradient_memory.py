@@ -22,7 +22,7 @@ class GradientMemory:
 
     def make(self, chunk: ChunkState, *, for_step: bool = False) -> None:
         """Allocate a shard of zeros. Memory for one step is on the stream of the ops, because activations use it before and after. Other memory
-        is on the stream of the gc link, and so not between activations.
+        is on the stream of the gc link, where it does not lie between activations.
         """
         with torch.cuda.stream(None if for_step else self.stream):
             memory = torch.zeros(chunk.record.numel, dtype=TORCH_DTYPES[chunk.chunk.format.gradient], device=self.device)
@@ -31,7 +31,7 @@ class GradientMemory:
         self.set_for_step(chunk.gradient.device_shard, for_step)
 
     def set_for_step(self, shard: DeviceShard, for_step: bool) -> None:
-        """Whether the memory is freed together with the gradient."""
+        """Set whether the memory is freed together with the gradient."""
         self.tier.note_waiting((for_step - shard.for_step) * shard.nbytes)
         shard.for_step = for_step
 

@@ -212,7 +212,7 @@ class Values:
                 if is_free:
                     cache.add_resident(chunk, cache.residents.pop(visitor.index).memory)
                     chunk.exchange_homes(visitor, kind)
-            self.records.discard(visitor, kind)  # its redo log, which has come with the extent
+            self.records.discard(visitor, kind)  # late updates in the redo log, which has come with the extent
 
     def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:
         """Make device memory the place of a record's states. memory: uint8 [states_nbytes], one block for all states."""

@@ -353,6 +353,67 @@ def test_host_memory_goes_to_waiting_gradients_before_visitors(
     assert found.may_stay == {index for index, home in enumerate(gradients) if home == "n"}
 
 
+def homes_of(found):
+    """Homes of weights, states and gradients, with a letter for each chunk: h is host memory, n is NVMe, d is the device."""
+    return ["".join(home.name[0] for home in found.homes[kind]) for kind in (WEIGHTS, STATES, GRADIENTS)]
+
+
+@pytest.mark.parametrize(
+    "host_kib, lacking_kib, gradients",
+    [
+        (150, 0, "nnhnnnnn"),
+        (150, 1, "dnhnnnnn"),
+        (150, 8, "dnhnnnnn"),
+        (150, 16, "ddhnnnnn"),
+        (150, 32, "ddhddnnn"),  # visitors first, then gradients that stay while their records do not visit
+        (150, 56, "ddhddddd"),
+        (198, 8, "dnnhhhhh"),
+        (198, 24, "dddhhhhh"),
+    ],
+)
+def test_gradients_without_room_on_nvme_have_homes_on_the_device(host_kib, lacking_kib, gradients, few_slots):
+    options = {"device_budget": THREE_VISIT, "host_budget": host_kib << 10, "deferred": True}
+    ample = placed(**options)
+    nvme_budget = ample.nvme_nbytes - (lacking_kib << 10)
+    found = placed(nvme_budget=nvme_budget, **options)
+    assert homes_of(found) == [*homes_of(ample)[:2], gradients]
+    assert nvme_budget - GRADIENT < found.nvme_nbytes == ample.nvme_nbytes - gradients.count("d") * GRADIENT <= nvme_budget
+    assert found.num_crowded_out == 0 and found.visitors == ample.visitors
+    assert found.may_stay == ample.may_stay >= {index for index, home in enumerate(gradients) if home == "d"}
+    assert found.slots[GRADIENTS] == 2  # on its way to an update in host memory, a gradient needs a slot
+
+
+def test_records_leave_nvme_for_the_device_if_no_gradient_is_left_there(few_slots):
+    options = {"device_budget": THREE_VISIT, "host_budget": 198 << 10, "deferred": True}
+    ample = placed(**options)
+    for lacking in range(3 * GRADIENT + 1, 3 * (WEIGHT + STATE + GRADIENT), 4096):
+        found = placed(nvme_budget=ample.nvme_nbytes - lacking, **options)
+        assert found.nvme_nbytes <= ample.nvme_nbytes - lacking
+        assert homes_of(found)[1][: found.num_crowded_out + 1] == "d" * found.num_crowded_out + "n" and found.num_crowded_out > 0
+
+
+def test_gradients_that_do_not_wait_have_no_homes_on_the_device(few_slots):
+    options = {"device_budget": THREE_VISIT, "host_budget": 150 << 10, "deferred": False}
+    ample = placed(**options)
+    found = placed(nvme_budget=ample.nvme_nbytes - GRADIENT, **options)
+    assert found.num_crowded_out == 1
+    assert [home == DEVICE for home in found.homes[GRADIENTS]] == [True] + 7 * [False]
+
+
+def test_gradients_that_no_tier_has_room_for_are_refused(few_slots):
+    """Each fp32 sum of gradients has 16 KiB. The device has room for four sums of the five that are left."""
+    options = {"device_budget": THREE_VISIT, "host_budget": 150 << 10, "deferred": True, "accumulates": True}
+    ample = placed(**options)
+    message = (
+        "this model needs 384.0 KiB for records and 128.0 KiB for gradients that wait for step\\(\\). Host memory holds 144.0 KiB and NVMe 288.0 "
+        "KiB of them. 80.0 KiB of gradients are left for the device, which has about 72.0 KiB. Raise host_memory, add a directory to swap_dirs"
+    )
+    with pytest.raises(BudgetError, match=message):
+        placed(nvme_budget=ample.nvme_nbytes - (200 << 10), **options)
+    nvme_nbytes = placed(nvme_budget=ample.nvme_nbytes - (200 << 10), **options, expected_nbytes=THREE_VISIT + GRADIENT).nvme_nbytes
+    assert nvme_nbytes <= ample.nvme_nbytes - (200 << 10)
+
+
 def test_without_host_room_visitors_follow_the_expected_device_memory(few_slots):
     """Expected visitors leave their host memory to states of others. If host memory can hold all records, only certain visitors count."""
     whole, one_visits = NUM * (WEIGHT + STATE), THREE_VISIT - 2 * (STATE + GRADIENT)
@@ -414,6 +475,64 @@ def test_staying_gradients_get_the_room_that_records_leave():
         assert found == ([], [(index, GRADIENT) for index in reversed(range(NUM - count, NUM))])
     visitor = [(3, STATE + GRADIENT)], [(index, GRADIENT) for index in (7, 6, 5, 4)]
     assert share_device(whole, records, homes, room_nbytes=at_home + 5 * GRADIENT + STATE, **options) == visitor
+
+
+@pytest.mark.parametrize(
+    "room, window, num_visit",
+    [
+        (80, None, 0),
+        (79, 24, 0),
+        (80, 24, 1),  # 24 KiB for weights that come and go, 56 KiB for a record with its weights
+        (112, None, 1),
+        (112, 24, 1),
+        (136, None, 1),
+        (136, 24, 2),
+        (136, 48, 1),
+        (400, 24, 7),  # all weights of 64 KiB, 48 KiB for each record; records before weights would be six
+        (448, None, 8),
+        (448, 24, 8),
+    ],
+)
+def test_records_come_before_weights_if_more_records_fit(room, window, num_visit):
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    options = {"room_nbytes": room << 10, "window_nbytes": None if window is None else window << 10}
+    visiting = [(index, STATE + GRADIENT) for index in range(num_visit)]
+    assert share_device(whole, records, [NVME] * NUM, **options) == (visiting, [])
+
+
+def test_with_a_window_gradients_still_come_before_records():
+    """Of 24 + 8 * 8 + 56 KiB, all gradients stay. The first span's record takes 48 KiB more, with its weights."""
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    options = {"window_nbytes": 24 << 10, "may_stay": range(NUM)}
+    staying = [(index, GRADIENT) for index in reversed(range(NUM))]
+    for extra, num_visit in ((0, 0), (STATE + WEIGHT - 1, 0), (STATE + WEIGHT, 1)):
+        found = share_device(whole, records, [NVME] * NUM, room_nbytes=(24 << 10) + NUM * GRADIENT + extra, **options)
+        assert found == ([(0, STATE + GRADIENT)][:num_visit], staying[: NUM - num_visit])
+
+
+def test_records_at_home_on_the_device_keep_their_weights_in_a_window():
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    homes, each = [DEVICE] * 3 + [NVME] * 5, WEIGHT + STATE + GRADIENT
+    for count in (0, 1, 2):
+        for lacking in (0, 1):
+            found = share_device(whole, records, homes, room_nbytes=8192 + (3 + count) * each - lacking, window_nbytes=8192)
+            assert found == ([(index, STATE + GRADIENT) for index in range(3, 3 + count - lacking)], [])
+
+
+def test_records_whose_gradients_need_no_room_are_more():
+    """As in layer-wise steps, where the sums take the place of activations."""
+    specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
+    whole = layout(specs, chunk_numel=4096, world=1)
+    records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
+    for with_gradients, expected in ((True, [(index, STATE + GRADIENT) for index in range(5)]), (False, [(index, STATE) for index in range(6)])):
+        found = share_device(whole, records, [NVME] * NUM, room_nbytes=NUM * WEIGHT + 6 * STATE, with_gradients=with_gradients)
+        assert found == (expected, [])
 
 
 # ---- models of billions ----

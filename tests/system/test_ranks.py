@@ -285,7 +285,7 @@ def grow(folder, capacity):
     gauge = ScriptedGauge(capacity)
     with (
         mock.patch("infinity.engine.engine.gauge_of", lambda device: gauge),
-        mock.patch("infinity.engine.memory.device_memory.SLACK", 0.0),
+        mock.patch("infinity.engine.memory.activation_meter.SLACK", 0.0),
         mock.patch("infinity.plan.placement.UNDER_WAY_NBYTES", 0),  # the budgets of this test are some hundred KiB
     ):
         model, adam = made(folder, device_memory="680KiB", chunk_mib=1 / 64)

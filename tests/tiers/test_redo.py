@@ -497,7 +497,7 @@ def test_other_optimizers_write_whole_records(tmp_path, make, options, one_threa
 def test_records_on_the_device_keep_no_gradients_in_host_memory(tmp_path, monkeypatch):
     """Records may have gradients in host memory in the first step. They move to the device after this step."""
     gauge = ScriptedGauge(1 << 40)
-    monkeypatch.setattr("infinity.engine.memory.device_memory.SLACK", 0.0)
+    monkeypatch.setattr("infinity.engine.memory.activation_meter.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
     config = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
     with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from infinity.engine.memory.allocation_trial import Shapes
 from infinity.tiers.span_state import DeviceTier
 
-SLACK, MOST_SLACK_NBYTES = 0.05, 5 << 30  # part of the device memory, at most so much, that is left to gaps between the allocator's blocks
+SLACK, MOST_SLACK_NBYTES = 0.05, 5 << 30  # share of the device memory, and most bytes, for gaps between the allocator's blocks
 GROWTH_EXPONENT = 2  # an op's memory grows with this power of the input size, as for attention
 
 
@@ -72,7 +72,7 @@ class ActivationMeter:
         return room if self.bound_nbytes is None else min(room, self.bound_nbytes)
 
     def forget_capacity(self) -> None:
-        """Measure the device's capacity when it is needed next: the program, or gaps between blocks, may take more than before."""
+        """Measure the device's capacity again at the next use: the program, or gaps between blocks, may take more than before."""
         self._capacity_nbytes = None
 
     def begin(self) -> None:

@@ -5,9 +5,10 @@ Knows clocks and the shapes of inputs. Must not know the parts of the division.
 
 # [Note: when a division has failed]
 # Step times vary. So a division fails after two longer steps in a row, of which the second is also longer than the step before the division.
-# The first step after a division does not count: the division has waited for updates that otherwise run in this step. All other steps have the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow
-# drive: consecutive steps of 5.1, 6.6, 8.0 and 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an
-# evaluation, the length of a step is unknown, and no division is on trial.
+# The first step after a division does not count: the division has waited for updates that otherwise run in this step. All other steps have
+# the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow drive: consecutive
+# steps of 5.1, 6.6, 8.0 and 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an evaluation, the length
+# of a step is unknown, and no division is on trial.
 
 from __future__ import annotations
 

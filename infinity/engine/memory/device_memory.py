@@ -8,20 +8,20 @@ come from the training thread, on all ranks at the same points.
 # The memory of activations and workspaces is known only after ops have run. So the first step runs on the least memory that the engine
 # needs, and so does a step whose inputs are much larger than before. Meanwhile the engine reads the allocator's peak in each op and
 # subtracts its own bytes. After the step, the engine takes the memory that the ops leave free.
-# The plan keeps weights in this memory. If there is more room, records visit the device, beginning with the first spans. No other work could hide
-# the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting record
-# keeps a place at home, in host memory or on NVMe, and returns there when inputs grow.
+# The plan keeps weights in this memory. If there is more room, records visit the device, beginning with the first spans. No other work could
+# hide the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting
+# record keeps a place at home, in host memory or on NVMe, and returns there when inputs grow.
 # Gradients that wait for step() come before records, if they have no place in host memory or several passes add to them. They stay until
 # their update begins. In a step of several passes, gradients that have arrived come to the device after the first pass. In host memory, places
 # for gradients come before homes of visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if
 # host memory and NVMe are too small for the model, the first records live on the device from the start. If records have homes on NVMe, weights
 # that no op needs soon leave the device to more visitors.
 #
-# Sums of layer-wise steps take the place of activations ([Note: sums in the place of activations] in sum_memory.py). Their memory, also that
-# of visitors' sums, is freed with them. In the first step, a gradient that waits for step() stays if half of the free memory has room for it.
+# Sums of layer-wise steps take the place of activations ([Note: sums in the place of activations] in sum_memory.py). The engine frees the
+# memory of a sum after the update, for visitors, too. In the first step, a gradient waits on the device if half of the free memory is enough.
 #
-# step() divides the device before the updates. So the device updates records that come there, whose gradients may be there already. Visitors
-# with homes in host memory exchange these homes with records that stay at home on NVMe, and so no host memory is idle.
+# step() divides the device before the updates, so that the device updates the records that come. Their gradients may be there already.
+# Visitors with homes in host memory exchange these homes with records that stay on NVMe. Therefore no host memory is idle.
 #
 # A failed allocation, of the engine or the program, shows that ops need more than was measured. Before the next pass all records and
 # gradients go home, and that step is measured again. So a program that catches the error and repeats the step has all the memory.
@@ -143,8 +143,8 @@ class DeviceBudget:
     def pass_done(self) -> None:
         """A backward pass is over, and later passes of the step add to its gradients.
 
-        Gradients come to the device, if the activations leave room. Otherwise each pass would add to their sums in host memory, or read and write
-        them. Later passes keep weights in the rest of the room.
+        Gradients come to the device if the activations leave room. Otherwise each pass would add to sums in host memory, or read sums from NVMe
+        and write them. Later passes keep weights in the rest of the room.
         """
         if not self.meter.is_on or not self.stayable:
             return
@@ -225,14 +225,14 @@ class DeviceBudget:
         return room // 2 if meter.is_on else room  # the next op may be the largest one so far
 
     def note_sums(self, chunks: list[ChunkState]) -> None:
-        """In a layer-wise step, sums of these chunks come next, and have their memory."""
+        """In a layer-wise step, sums of these chunks come next. Their memory is allocated."""
         if self.meter.is_on:
             self.meter.rebase()
         self.sums.note_sums(chunks)
 
     def let_wait(self, chunks: Iterable[ChunkState]) -> None:
-        """Gradients of these chunks arrive in an ordinary step on one rank: they wait on the device if no other tier has room. Before the first
-        division has decided which ones stay, gradients without a place in host memory wait if there is room.
+        """Gradients of these chunks arrive in an ordinary step on one rank. They wait on the device if no other tier has room. Before the first
+        division, gradients without a place in host memory also wait there if the device has room.
         """
         is_first = self.meter.is_on and not self.meter.has_measured
         for chunk in chunks:
@@ -243,7 +243,7 @@ class DeviceBudget:
                 self.gradients.wait_on_device(chunk)
 
     def _end_waiting(self) -> None:
-        """Gradients that wait on the device in this step only leave it: by their update if this has begun or is announced."""
+        """Remove gradients that wait on the device in this step only. If the update has begun or is announced, it is finished first."""
         for chunk in self.registry.chunks:
             if chunk.gradient.for_step:
                 self.updater.finish(chunk)

@@ -247,7 +247,7 @@ class StepCycle:
         return Hyper(self.optimizer.rule, self.optimizer.snapshot(), factor / scale)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
-        """End a step. is_divided: whether device memory was divided anew; None: that comes here."""
+        """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
         completed = self.completed.for_plan(self.backward.num_passes)
         self.follower.adopt(*completed, anew=self.device_budget.redivide(by_step=True) if is_divided is None else is_divided)
         self.state.end_step()
