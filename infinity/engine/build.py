@@ -153,8 +153,7 @@ def assemble(
             compresses=bool(compresses),
             most=lambda number: ranks.most([number])[0],
         )
-        of_any = ranks.most([index in placement.may_stay for index in range(len(records))])  # equal on all ranks, although shards differ
-        placement = replace(placement, may_stay=frozenset(index for index, stays in enumerate(of_any) if stays))
+        placement = _agreed(placement, ranks)
         num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
         swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
         if swap is not None:
@@ -165,6 +164,16 @@ def assemble(
         made = replace(made, ahead=ahead, tiers=capacities)
         undo.pop_all()
     return made
+
+
+def _agreed(placement: planner.Placement, ranks: Ranks) -> planner.Placement:
+    """The placement of this rank, with the same answers on all ranks where they must divide the device alike, although shards differ."""
+    pairs = enumerate(zip(placement.homes[GRADIENTS], placement.homes[STATES]))
+    must_wait = {index for index, (gradient, states) in pairs if gradient.is_device and not states.is_device}
+    chunks = [(index in placement.may_stay, index in must_wait) for index in range(len(placement.homes[STATES]))]
+    window, *found = ranks.most([placement.window_nbytes or 0, *(int(each) for both in chunks for each in both)])
+    may_stay, must_wait = (frozenset(index for index, each in enumerate(found[start::2]) if each) for start in (0, 1))
+    return replace(placement, window_nbytes=int(window) or None, may_stay=may_stay, must_wait=must_wait)
 
 
 def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
@@ -207,7 +216,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
     if not given.on_cuda:
         keep_freed_memory()
     registry = _registry(given, written)
-    tier, freed = _device_tier(placement, given.on_cuda)
+    tier, freed = _device_tier(placement, given.on_cuda, counts_waiting=not given.ranks.are_several)
     for span in registry.spans:
         span.pinned = placement.pinned or registry.chunks[span.span.chunks[0]].states_home.is_device
         if span.pinned:
@@ -264,6 +273,7 @@ def _registry(given: _Inputs, written: set[int]) -> Registry:
     chunks = [ChunkState(chunk, record, given.ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
         chunk.homes.update({kind: homes[kind][index] for kind in KINDS})
+        chunk.must_wait = index in given.placement.must_wait
         chunk.return_home()
     return Registry(layout_, params, spans, chunks)
 
@@ -351,12 +361,12 @@ def _make_swap(
     return swap, extents, compresses
 
 
-def _device_tier(placement: planner.Placement, cuda: bool) -> tuple[DeviceTier, Freed]:
+def _device_tier(placement: planner.Placement, cuda: bool, *, counts_waiting: bool) -> tuple[DeviceTier, Freed]:
     """The device tier, and the watch over freed memory. On the CPU, spans lie in host memory."""
     span_nbytes = 0 if cuda else placement.device_nbytes
     held = lambda: (0, 0) if cuda else (tier.held_nbytes, tier.peak_nbytes)
     freed = Freed(placement.host_nbytes + span_nbytes, span_nbytes, held)
-    tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes, None if cuda else freed.note_allocated)
+    tier = DeviceTier(placement.device_nbytes - placement.fixed_nbytes, None if cuda else freed.note_allocated, counts_waiting=counts_waiting)
     return tier, freed
 
 

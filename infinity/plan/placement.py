@@ -61,7 +61,7 @@ class Placement:
     because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
     for step() without a place in host memory. These gradients stay on the device as far as there is room. In an engine's placement,
     may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more bytes of gradients are on their way to
-    the host. window_nbytes: see `share_device`.
+    the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have no place but the device.
     """
 
     homes: dict[str, tuple[Tier, ...]]
@@ -84,6 +84,7 @@ class Placement:
     visitors: frozenset[int]
     may_stay: frozenset[int]
     window_nbytes: int | None = None
+    must_wait: frozenset[int] = frozenset()
 
 
 def place(

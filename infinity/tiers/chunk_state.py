@@ -43,6 +43,7 @@ class ChunkState:
         self.span = span
         self.homes: dict[str, Tier] = dict.fromkeys(KINDS, NVME)  # by kind; a record that visits the device keeps its homes
         self.weights_home = self.states_home = NVME  # of the present record: the device while the record visits it
+        self.must_wait = False  # on some rank, the gradient can wait nowhere but on the device: so it does on all ranks
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None for a kind without bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None

@@ -42,6 +42,7 @@ class DeviceSums:
         self._here: dict[ChunkState, int] = {}  # sums on the device -> their bytes
         self._earlier: set[ChunkState] = set()  # have sums of earlier rounds in host memory
         self._leaving: deque[tuple[Job, int, int]] = deque()  # (job, bytes of room, bytes of memory)
+        self._waiting: list[ChunkState] = []  # chunks with memory for a gradient that waits
         self._nbytes = 0  # room of all sums, those that leave included
 
     def begin_round(self) -> None:
@@ -75,8 +76,9 @@ class DeviceSums:
             if chunk in self._here or not chunk.trainable or (gradient.job is not None and chunk not in self._earlier):
                 continue
             may_wait = chunk.on_device or not chunk.gradient_on_device
-            if may_wait and gradient.job is None and (chunk.on_device or chunk.has_no_room_elsewhere or nbytes <= waiting_room):
-                waiting_room -= self._wait(chunk)
+            if may_wait and gradient.job is None and (chunk.on_device or chunk.must_wait or nbytes <= waiting_room):
+                self._wait(chunk)
+                waiting_room -= nbytes
             if chunk.gradient_on_device:
                 continue
             self._free_room(room - nbytes)
@@ -94,13 +96,17 @@ class DeviceSums:
         self._earlier.difference_update(back)
         return chunks
 
-    def _wait(self, chunk: ChunkState) -> int:
-        """Let the next gradient of a chunk wait on the device. Returns the bytes that it takes there."""
-        if chunk.gradient.device_shard is not None:
-            return 0
-        self.weights.updater.finish(chunk)
-        self.gradients.wait_on_device(chunk)
-        return chunk.gradient.device_shard.nbytes
+    def _wait(self, chunk: ChunkState) -> None:
+        """Let the next gradient of a chunk wait on the device."""
+        if chunk.gradient.device_shard is None:
+            self.weights.updater.finish(chunk)
+            self.gradients.wait_on_device(chunk)
+            self._waiting.append(chunk)
+
+    def _forget_unused(self) -> None:
+        """Free the memory of gradients that have not come."""
+        while self._waiting:
+            self.gradients.forget_unused(self._waiting.pop())
 
     def end(self, chunks: Iterable[ChunkState]) -> None:
         """These chunks have all their gradients: their sums leave for host memory."""
@@ -124,6 +130,7 @@ class DeviceSums:
         """The step brings no more gradients."""
         self.end(list(self._here))
         self._free_room(0)
+        self._forget_unused()
 
     def abandon(self) -> None:
         """Drop all sums."""
@@ -135,6 +142,7 @@ class DeviceSums:
             self._take(-nbytes)
             if memory is not None:
                 self.tier.book(-memory.nbytes)
+        self._forget_unused()
 
     def _free_room(self, most: int | None = None) -> None:
         """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""

@@ -56,6 +56,12 @@ class FetchLanes:
             self.settler.close()
             self.gather_stream.synchronize()  # the memory of the spans is freed next
 
+    def drain(self) -> None:
+        """Wait until all copies are over, and have given their slots back."""
+        self.cg.drain()
+        if self.cuda:
+            self.settler.drain()
+
     def allocated(self) -> torch.cuda.Event | None:
         """An event on the compute stream after the allocation of a span; None on the CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.cuda else None

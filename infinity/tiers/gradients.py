@@ -13,6 +13,8 @@ has room.
 # chunks late. If the next update in the lane needs nothing more from the gc lane, the gc lane waits for the slot which that update frees.
 # Otherwise the gc lane writes the gradient with the farthest use to NVMe. (If that update must then read back its own gradient, another
 # gradient is written.)
+# A gradient that has no extent on NVMe cannot leave a slot. So the update lane brings such a gradient from the device itself, right before
+# the update, and no other gradient of this kind is in a slot meanwhile.
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ class Gradients:
 
     def reduce(self, chunk: ChunkState) -> None:
         """Reduce-scatter the chunk's gradient, and move this rank's shard to its place. All ranks must make this call at the same point."""
-        if chunk.has_no_room_elsewhere and not chunk.gradient.is_there and not chunk.gradient_on_device:
+        if chunk.must_wait and not chunk.gradient.is_there and not chunk.gradient_on_device:
             self.wait_on_device(chunk)
         scattered, nbytes = self.reduce_scatter.begin(chunk)
         self.in_flight.add(nbytes)
@@ -161,6 +163,12 @@ class Gradients:
         if chunk.gradient.device_shard is None:
             self.memory.make(chunk, for_step=True)
 
+    def forget_unused(self, chunk: ChunkState) -> None:
+        """A gradient that should wait on the device has not come: free the memory. A gradient that has come is dropped as any other."""
+        if not chunk.gradient.has_arrived:
+            self.memory.free_for_step(chunk)
+            chunk.gradient.clear()
+
     def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None) -> Job:
         """Copy a gradient that stayed on the device to host memory, after the job `arrived`, because the update begins.
 
@@ -171,15 +179,22 @@ class Gradients:
 
         def work() -> None:
             arrived.wait()
-            if left is None:
-                chunk.gradient.offload()  # not earlier: on several ranks, `arrived` may add the last part to the device shard
-            with self._open(chunk) as target:
-                begin = now()
-                marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
-            self.memory.free_for_step(chunk)
-            self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
+            self._copy_out(chunk, left, ready)
 
         return self.gc.push(work, chunk.title)
+
+    def bring(self, chunk: ChunkState) -> None:
+        """As `send`, at once and in the thread of the caller, for a gradient that has arrived."""
+        self._copy_out(chunk, None, chunk.gradient.device_shard.made)
+
+    def _copy_out(self, chunk: ChunkState, left: DeviceShard | None, ready) -> None:
+        if left is None:
+            chunk.gradient.offload()  # not earlier: on several ranks, the last arrival may add to the device shard
+        with self._open(chunk) as target:
+            begin = now()
+            marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
+        self.memory.free_for_step(chunk)
+        self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
 
     def stay_on_device(self, chunks: Sequence[ChunkState]) -> None:
         """From now on, gradients of this step add up on the device. Data that has arrived is copied there. No transfer is running."""

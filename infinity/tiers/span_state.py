@@ -154,11 +154,13 @@ class DeviceTier:
     """Device memory of all spans, and the budget. The training thread allocates and frees, or a thread that the training thread waits for.
     Any thread may `book`.
 
-    on_allocated(nbytes): called after an allocation for a span; None if no caller needs this.
+    on_allocated(nbytes): called after an allocation for a span; None if no caller needs this. counts_waiting: gradients that wait lower the limit
+    of running ops. On several ranks they do not: a lane frees these gradients, and the ranks must evict alike.
     """
 
-    def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None):
+    def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None, *, counts_waiting: bool = True):
         self.on_allocated = on_allocated
+        self.counts_waiting = counts_waiting
         self.budget_nbytes = budget_nbytes  # for spans that are not pinned; `book` counts all other memory of the engine
         self.limit_nbytes = budget_nbytes  # up to this limit, running ops may hold more than the budget
         self.used_nbytes = 0
@@ -172,7 +174,8 @@ class DeviceTier:
 
     def allows(self, nbytes: int) -> bool:
         """Whether an op may take these bytes if it cannot continue without them."""
-        return self.used_nbytes + nbytes <= max(self.limit_nbytes - self.waiting_nbytes, self.budget_nbytes)
+        waiting = self.waiting_nbytes if self.counts_waiting else 0
+        return self.used_nbytes + nbytes <= max(self.limit_nbytes - waiting, self.budget_nbytes)
 
     def allocate(self, span: SpanState) -> None:
         if span.allocated:

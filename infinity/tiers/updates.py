@@ -60,7 +60,8 @@ class Updater:
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When the chunk is updated."""
-        in_memory = not chunk.weights_home.is_storage and (chunk.extents[GRADIENTS] is None or chunk.gradient.stays)
+        gradient_waits = chunk.extents[GRADIENTS] is None or (chunk.gradient.stays and not chunk.gradient.is_offloaded)
+        in_memory = not chunk.weights_home.is_storage and gradient_waits
         return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
@@ -107,7 +108,8 @@ class Updater:
         if chunk.on_device:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
-            self._push(chunk, self.gradients.send(chunk, gradient_job) if chunk.gradient_on_device else gradient_job, hyper)
+            sends = chunk.gradient_on_device and not chunk.has_no_room_elsewhere
+            self._push(chunk, self.gradients.send(chunk, gradient_job) if sends else gradient_job, hyper)
 
     def finish(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update, before the next gradient arrives or the record is read. An announced update begins first."""
@@ -143,9 +145,10 @@ class Updater:
         gradient_stays, needed = chunk.extents[GRADIENTS] is None, (gradient_job, weights, states, copy_job)
         if gradient_job.done:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may be on NVMe
+        user = None if chunk.has_no_room_elsewhere else gradient_job  # otherwise the update needs a slot before it frees one
         with self.records.lock:
-            self._users.append(gradient_job)
-        chunk.update.job = self.lane.push(lambda: self._run(work, gradient_job), chunk.title, ready=ready)
+            self._users.append(user)
+        chunk.update.job = self.lane.push(lambda: self._run(work, user), chunk.title, ready=ready)
 
     def hurry(self, chunk: ChunkState) -> None:
         """A fetch waits for the chunk's update, see [Note: order of updates]."""
@@ -176,6 +179,8 @@ class Updater:
 
     def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
         gradient_job.wait()
+        if chunk.gradient_on_device:
+            self.gradients.bring(chunk)
         with self.gradients.shard(chunk) as gradient:  # see [Note: who holds gradients]
             self.records.hurry(weights)
             lease = self.records.granted((weights, states))

@@ -201,17 +201,21 @@ class Values:
         if found:
             self.records.flush()  # copies that are still written keep their slots
         for visitor, chunk, kind in found:
-            area = self.records.caches[kind].residents[visitor.index].memory
+            cache = self.records.caches[kind]
+            with self.records.lock:
+                if cache.residents[visitor.index].pins:
+                    continue
+                area = cache.residents.pop(visitor.index).memory  # from here on, no other thread finds it
             nbytes = chunk.record.weight_nbytes if kind == WEIGHTS else chunk.record.states_nbytes
             with self.records.lease(chunk, kind) as lease:
                 area.buffer[:nbytes] = lease.entries[kind].memory.buffer[:nbytes]
             with self.records.lock:
-                cache = self.records.caches[kind]
                 borrowed = cache.entries.get(chunk.index)
-                is_free = not cache.residents[visitor.index].pins and (borrowed is None or cache.drop(borrowed))
-                if is_free:
-                    cache.add_resident(chunk, cache.residents.pop(visitor.index).memory)
+                if borrowed is None or cache.drop(borrowed):
+                    cache.add_resident(chunk, area)
                     chunk.exchange_homes(visitor, kind)
+                else:
+                    cache.add_resident(visitor, area)
             self.records.discard(visitor, kind)  # late updates in the redo log, which has come with the extent
 
     def _place_states(self, chunk: ChunkState, memory: torch.Tensor) -> None:

@@ -89,7 +89,7 @@ class Calls:
     def acquire(self, key: Hashable, spans: Sequence[SpanState]) -> None:
         """An op begins: hold its spans, issue the plan's actions before the next op, and bring the op's own spans to the device."""
         self.weights.drain_dropped()
-        self.device_budget.note_op(key)
+        self.device_budget.meter.note_op(key)
         self.weights.hold_all(spans)
         if self.segment_spans is not None and all(span.index in self.segment_spans for span in spans):
             return  # the plan counts one use for all micro-batches

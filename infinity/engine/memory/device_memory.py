@@ -32,7 +32,7 @@ come from the training thread, on all ranks at the same points.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 
 from infinity.engine.memory.activation_meter import ActivationMeter
 from infinity.engine.memory.allocation_trial import AllocationTrial, Shapes
@@ -78,10 +78,6 @@ class DeviceBudget:
         """From now on records may visit the device."""
         self.holds_records = self._needs_division = True
         self.trial.drop_passes()  # the model ran without an optimizer
-
-    def note_op(self, key: Hashable) -> None:
-        """An op begins."""
-        self.meter.note_op(key)
 
     def begin_forward(self, shapes: Shapes, builds_graph: bool) -> None:
         """A pass with inputs of these shapes begins: measure new shapes, and make room for activations if they may not fit.
@@ -135,6 +131,7 @@ class DeviceBudget:
         for index, nbytes in visiting[len(self.promoted) :]:
             self._promote(self.registry.spans[index], nbytes)
         self._stay(staying)
+        self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
         self.values.exchange_homes([chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)])
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
         self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None)
@@ -239,7 +236,7 @@ class DeviceBudget:
             if chunk.gradient_on_device or chunk.gradient.has_arrived:
                 continue
             may_wait = is_first and chunk.index in self.stayable and _gradient_nbytes(chunk) <= self.waiting_room([chunk])
-            if may_wait or chunk.has_no_room_elsewhere:
+            if may_wait or chunk.must_wait:
                 self.gradients.wait_on_device(chunk)
 
     def _end_waiting(self) -> None:
@@ -272,6 +269,8 @@ class DeviceBudget:
         for span, nbytes in staying:
             if span not in self.staying:
                 for chunk in self._may_stay(span):
+                    if chunk.gradient.job is not None:
+                        self.gradients.wait_for(chunk)  # lane gc decides by `stays` where the next part goes
                     chunk.gradient.stay()
                 self.staying[span] = nbytes
         self._divide()
