@@ -34,6 +34,7 @@ from infinity.system.freed_memory import Freed, keep_freed_memory
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane, Monitor
 from infinity.system.mapped import ReadAhead
+from infinity.system.progress import Progress, ignore
 from infinity.system.ranks import Ranks
 from infinity.system.storage import Extent, StorageTier, make_storage
 from infinity.system.swap_directory import room_nbytes
@@ -223,7 +224,8 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
             tier.book(span.nbytes)
             tier.allocate(span)
 
-    arena = Arena(pin=given.on_cuda)
+    progress = Progress(f"{given.ranks.label}reserves host memory", placement.host_nbytes)
+    arena = Arena(pin=given.on_cuda, on_region=progress.add if given.ranks.is_first else ignore)
     undo.callback(arena.close)
     compressor_ = _compressor(given, registry.chunks, arena, undo)
     caches: dict[str, HostCache] = {}

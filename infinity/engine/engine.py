@@ -45,6 +45,7 @@ from infinity.system.dropped_objects import close_with
 from infinity.system.events import Events
 from infinity.system.interrupts import uninterrupted
 from infinity.system.mapped import ReadAhead
+from infinity.system.progress import Progress, ignore
 from infinity.system.ranks import Ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
@@ -352,10 +353,14 @@ class Engine(NotAModule, NotCopied):
 
     def _let_go(self, model: nn.Module, ahead: ReadAhead) -> None:
         """Write the parameters' values to their records, and register the hooks of the modules."""
+        spans = self.registry.spans
+        progress = Progress(f"{self.ranks.label}writes the first records", sum(span.nbytes for span in spans))
+        tell = progress.add if self.ranks.is_first else ignore
         with ahead:  # reads mapped files ahead, in the order of the parameters
-            for span in self.registry.spans:
+            for span in spans:
                 ahead.reach(min(state.index for state in span.params))
                 self.values.write_first(span, {s.index: self.parameter_values.initial_value(s.index, s.param) for s in span.params})
+                tell(span.nbytes)
         self.records.flush()
         for module in model.modules():
             for name, buffer in module._buffers.items():

@@ -14,6 +14,7 @@ import os
 import resource
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -25,7 +26,7 @@ PAGE_NBYTES = 4096
 HUGE_NBYTES = 2 << 20
 HEAP_REGION_NBYTES = 64 << 20
 _TOUCH_NBYTES = 64 << 20  # per thread at a time; so few pages that torch does not use its own threads
-_TOUCH_THREADS = 8
+_TOUCH_THREADS = 16
 
 # [Note: when memory is unmapped]
 # A region's mmap is never closed, only forgotten. Every buffer and tensor on the mmap refers to it, so the last of them to go unmaps the
@@ -42,11 +43,12 @@ class Arena:
 
     pin: register each region with CUDA, so that copies to and from a device are asynchronous. All regions are registered with the device
     that is current when the arena is created, whichever thread asks. Otherwise CUDA would make a context of some hundred MiB on the
-    thread's device, which by default is the node's first.
+    thread's device, which by default is the node's first. on_region(nbytes): called after each region.
     """
 
-    def __init__(self, *, pin: bool = False):
+    def __init__(self, *, pin: bool = False, on_region: Callable[[int], None] = lambda nbytes: None):
         self.pin = pin
+        self.on_region = on_region
         self._device = torch.cuda.current_device() if pin else None
         self._regions: list[Region] = []
         self._pinning: tuple[ThreadPoolExecutor, list[Future]] | None = None  # inside a `together` block
@@ -68,6 +70,7 @@ class Arena:
         elif self.pin:
             region.pin(self._device)
         self._regions.append(region)
+        self.on_region(region.nbytes)
         return region
 
     @contextlib.contextmanager
