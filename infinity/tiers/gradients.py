@@ -165,7 +165,7 @@ class Gradients:
 
     def forget_unused(self, chunk: ChunkState) -> None:
         """A gradient that should wait on the device has not come: free the memory. A gradient that has come is dropped as any other."""
-        if not chunk.gradient.has_arrived:
+        if not (chunk.gradient.has_arrived or chunk.update.is_running):  # an update has taken the gradient that has come
             self.memory.free_for_step(chunk)
             chunk.gradient.clear()
 
