@@ -7,7 +7,7 @@ Pure arithmetic over the sizes of copies and a budget. Must not know the device,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
@@ -38,8 +38,7 @@ class Shared:
     @property
     def without_host_memory(self) -> list[int]:
         """Chunks whose records are not on the device in any case, and whose gradients have no place in host memory."""
-        pairs = enumerate(zip(self.homes[GRADIENTS], self.homes[STATES]))
-        return [index for index, (gradient, states) in pairs if not gradient.is_host and not states.is_device]
+        return _without_host_memory(self.homes)
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,7 @@ class _Sharing:
 
     def _num_sharing(self, kind: str) -> int:
         """Chunks that share the slots of a kind. A gradient that waits on the device passes through a slot to an update in host memory."""
-        if kind != GRADIENTS:
-            return len(in_storage(self.homes[kind]))
-        return sum(home.is_storage or (home.is_device and not states.is_device) for home, states in zip(self.homes[kind], self.homes[STATES]))
+        return len(_without_host_memory(self.homes) if kind == GRADIENTS else in_storage(self.homes[kind]))
 
     def nbytes_in(self, tier: Tier, there: dict[str, tuple[int, ...]]) -> int:
         return sum(nbytes for kind in KINDS for nbytes, home in zip(there[kind], self.homes[kind]) if home == tier)
@@ -239,7 +236,6 @@ class _Sharing:
             nvme_nbytes=self.nbytes_in(NVME, on_nvme),
         )
 
-
     def _leave_on_device(self, left_nbytes: int) -> None:
         """If NVMe is full, gradients that usually wait on the device have no other place. left_nbytes: free bytes on NVMe, perhaps negative."""
         homes, sizes = self.homes[GRADIENTS], self.sizes[GRADIENTS]
@@ -249,6 +245,12 @@ class _Sharing:
             if homes[index].is_storage:
                 homes[index] = DEVICE
                 left_nbytes += sizes[index]
+
+
+def _without_host_memory(homes: Mapping[str, Sequence[Tier]]) -> list[int]:
+    """See `Shared.without_host_memory`."""
+    pairs = enumerate(zip(homes[GRADIENTS], homes[STATES]))
+    return [index for index, (gradient, states) in pairs if not gradient.is_host and not states.is_device]
 
 
 def _pool_beside_states(gradients_nbytes: Sequence[int], states_nbytes: int, room_nbytes: int) -> int:

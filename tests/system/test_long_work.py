@@ -14,22 +14,22 @@ def clock(monkeypatch):
     return clock
 
 
-def test_short_work_says_nothing(clock):
-    told = []
-    work = Progress("reserves host memory", 8 << 30, told.append)
-    for _ in range(8):
-        clock[0] += 0.6
-        work.add(1 << 30)
-    assert told == []
-
-
-def test_long_work_says_a_line_every_five_seconds(clock):
+def told_in_parts(clock, seconds):
+    """The lines about eight parts of 1 GiB, each of which takes so many seconds."""
     told = []
     work = Progress("rank 0 of 2, writes the first records", 8 << 30, told.append)
     for _ in range(8):
-        clock[0] += 2
+        clock[0] += seconds
         work.add(1 << 30)
-    assert told == [
+    return told
+
+
+def test_short_work_says_nothing(clock):
+    assert told_in_parts(clock, 0.6) == []
+
+
+def test_long_work_says_a_line_every_five_seconds(clock):
+    assert told_in_parts(clock, 2) == [
         "rank 0 of 2, writes the first records: 3.0 GiB of 8.0 GiB after 6 s",
         "rank 0 of 2, writes the first records: 6.0 GiB of 8.0 GiB after 12 s",
     ]

@@ -93,10 +93,10 @@ class DeviceBudget:
             self.trial.begin_pass(shapes)
         growth = meter.growth(shapes, builds_graph)
         first = not meter.has_measured  # the budget is still the least
-        if not first and growth > 1 and meter.room_for(growth) < self.budget_nbytes + self.tier.waiting_nbytes:
-            self._end_waiting()
         room = self.budget_nbytes
         if not first and growth > 1:
+            if meter.room_for(growth) < self.budget_nbytes + self.tier.waiting_nbytes:
+                self._end_waiting()
             room = max(self.placement.least_nbytes, meter.room_for(growth) - self._beside_nbytes)  # the least also for a NaN
         grows, failed, lacking = self.ranks.most([growth > 1 or not shapes, failed, max(0, self.budget_nbytes - room)])
         if failed:

@@ -7,7 +7,7 @@ Pure arithmetic over chunks in the order of their sums, and the bytes of ops. Mu
 # A layer-wise step has the most activations at the end of the forward passes: the inputs of all blocks for each micro-batch. The backward
 # passes free them, segment by segment, and bring a sum of gradients for each segment. Sums that wait for step() therefore need hardly more
 # memory than the activations have left when they come. The next forward pass begins the updates in its own order, so the same holds in the
-# other direction. (14.8 B parameters, 8 micro-batches of 16,384 tokens: 64 GB of inputs, then 59 GB of sums, never more than 81 GB together.)
+# other direction. (14.8 B parameters, 8 micro-batches of 16,384 tokens: 64 GB of inputs, then 59 GB of sums.)
 
 from __future__ import annotations
 
