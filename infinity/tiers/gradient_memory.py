@@ -24,10 +24,16 @@ class GradientMemory:
         """Allocate a shard of zeros. Memory for one step is on the stream of the ops, because activations use it before and after. Other memory
         is on the stream of the gc link, where it does not lie between activations.
         """
-        with torch.cuda.stream(None if for_step else self.stream):
-            memory = torch.zeros(chunk.record.numel, dtype=TORCH_DTYPES[chunk.chunk.format.gradient], device=self.device)
+        dtype = TORCH_DTYPES[chunk.chunk.format.gradient]
+        nbytes = chunk.record.numel * dtype.itemsize
+        self.tier.book(nbytes)
+        try:
+            with torch.cuda.stream(None if for_step else self.stream):
+                memory = torch.zeros(chunk.record.numel, dtype=dtype, device=self.device)
+        except BaseException:
+            self.tier.book(-nbytes)
+            raise
         chunk.gradient.take(DeviceShard(memory))
-        self.tier.book(memory.nbytes)
         self.set_for_step(chunk.gradient.device_shard, for_step)
 
     def set_for_step(self, shard: DeviceShard, for_step: bool) -> None:
@@ -51,7 +57,9 @@ class GradientMemory:
     def free_left(self, shard: DeviceShard) -> None:
         """Free the memory of a gradient that has left the device."""
         self.set_for_step(shard, False)
-        self.tier.book(-shard.nbytes)
+        nbytes = shard.nbytes
+        del shard.memory
+        self.tier.book(-nbytes)
 
     def _free(self, chunk: ChunkState) -> None:
         shard = chunk.gradient.device_shard

@@ -333,6 +333,7 @@ class Gradients:
         with self._open(batch.chunk) as memory:
             begin = now()
             moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
+            batch.parts.clear()  # free the memory before its bytes are given back
         marks = (moves[0][0], moves[-1][1]) if self.cuda else None
         self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 

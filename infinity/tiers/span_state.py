@@ -152,9 +152,9 @@ class SpanState:
 
 class DeviceTier:
     """Device memory of all spans, and the budget. The training thread allocates and frees, or a thread that the training thread waits for.
-    Any thread may `book`.
+    Any thread may `book`: before it allocates, and after it has freed.
 
-    on_allocated(nbytes): called after an allocation for a span; None if no caller needs this. counts_waiting: gradients that wait lower the limit
+    before_change: called, under a lock, before `held_nbytes` changes; None if no caller needs this. on_allocated(nbytes): called after an allocation for a span; None if no caller needs this. counts_waiting: gradients that wait lower the limit
     of running ops. On several ranks they do not: a lane frees these gradients, and the ranks must evict alike.
     """
 
@@ -167,7 +167,8 @@ class DeviceTier:
         self.other_nbytes = 0
         self.waiting_nbytes = 0  # of `other_nbytes`: gradients that wait for their updates in memory that is freed then
         self.peak_nbytes = 0
-        self._lock = threading.Lock()
+        self.before_change: Callable[[], None] | None = None
+        self._lock = threading.RLock()  # a garbage collection inside may free memory of the engine
 
     def fits(self, nbytes: int) -> bool:
         return self.used_nbytes + nbytes <= self.budget_nbytes
@@ -180,13 +181,16 @@ class DeviceTier:
     def allocate(self, span: SpanState) -> None:
         if span.allocated:
             return
-        span.storage.resize_(span.nbytes)
+        nbytes = 0 if span.pinned else span.nbytes
+        self._change(used=nbytes)
+        try:
+            span.storage.resize_(span.nbytes)
+        except BaseException:
+            self._change(used=-nbytes)
+            raise
         if span.flat is None:
             span.flat = flat_tensor(span.storage, span.dtype, span.span.numel)
         span.allocated = True
-        if not span.pinned:
-            self.used_nbytes += span.nbytes
-        self._note_peak()
         if self.on_allocated is not None:
             self.on_allocated(span.nbytes)
 
@@ -195,13 +199,11 @@ class DeviceTier:
         if span.allocated and not span.has_escaped:
             span.storage.resize_(0)
             span.allocated, span.num_aliases = False, None
-            self.used_nbytes -= span.nbytes
+            self._change(used=-span.nbytes)
 
     def book(self, nbytes: int) -> None:
         """Count other memory of the engine: gradients in transit, pinned spans, optimizer states on the device."""
-        with self._lock:
-            self.other_nbytes += nbytes
-        self._note_peak()
+        self._change(other=nbytes)
 
     def note_waiting(self, nbytes: int) -> None:
         """Gradients of so many bytes, which `book` counts, wait for their updates. A negative number: they no longer do."""
@@ -210,27 +212,33 @@ class DeviceTier:
 
     def lend(self, nbytes: int) -> None:
         """Take bytes from the budget of spans for another purpose, which books them. A negative number gives the bytes back."""
-        self.used_nbytes += nbytes
-        self.book(-nbytes)
+        self._change(used=nbytes, other=-nbytes)
 
     def pin(self, span: SpanState) -> None:
         """Keep an allocated span on the device. The span no longer counts against the budget of the other spans."""
         span.pinned = True
-        self.used_nbytes -= span.nbytes
-        self.book(span.nbytes)
+        self._change(used=-span.nbytes, other=span.nbytes)
 
     def unpin(self, span: SpanState) -> None:
         span.pinned = False
-        self.book(-span.nbytes)
-        self.used_nbytes += span.nbytes
+        self._change(used=span.nbytes, other=-span.nbytes)
 
     @property
     def held_nbytes(self) -> int:
         """All device memory that the engine holds."""
         return self.used_nbytes + self.other_nbytes
 
-    def _note_peak(self) -> None:
-        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+    def note_allocations(self) -> None:
+        """Call `before_change` without a change."""
+        self._change()
+
+    def _change(self, *, used: int = 0, other: int = 0) -> None:
+        with self._lock:
+            if self.before_change is not None:
+                self.before_change()
+            self.used_nbytes += used
+            self.other_nbytes += other
+            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
 
 def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:

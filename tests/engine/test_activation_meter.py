@@ -1,12 +1,14 @@
 """The activation meter: bytes of each op, growth of inputs and room on the device, with a scripted gauge."""
 
 import math
-from types import SimpleNamespace
+import threading
+import time
 
 import pytest
 
 from infinity.engine.memory import activation_meter
 from infinity.engine.memory.activation_meter import ActivationMeter
+from infinity.tiers.span_state import DeviceTier
 
 GIB = 1 << 30
 SMALL, LARGE = ((4, 128),), ((8, 128),)
@@ -16,30 +18,47 @@ class Gauge:
     """A device of `capacity` bytes, with the allocator's peak since the last reading."""
 
     def __init__(self, capacity=1000):
-        self.capacity, self.peak, self.failures, self.num_capacities = capacity, 0, 0, 0
+        self.capacity, self.allocated, self.peak, self.failures, self.num_capacities = capacity, 0, 0, 0, 0
+
+    def take(self, nbytes):
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
 
     def capacity_nbytes(self):
         self.num_capacities += 1
         return self.capacity
 
     def peak_nbytes(self):
-        return self.peak
+        peak, self.peak = self.peak, self.allocated
+        return peak
 
     def num_failures(self):
         return self.failures
 
 
 class Measured:
-    """A meter. `run` lets an op reach a peak, and the engine then hold so many bytes. `ops`: bytes of all ops, in order."""
+    """A meter of an engine that holds 100 bytes. `run` lets an op allocate so many bytes, and free them. `ops`: bytes of all ops, in order."""
 
-    def __init__(self, *, capacity=1000, bound=None, held=100):
-        self.gauge, self.tier, self.ops = Gauge(capacity), SimpleNamespace(held_nbytes=held), []
-        self.gauge.peak = held
+    def __init__(self, *, capacity=1000, bound=None):
+        self.gauge, self.tier, self.ops = Gauge(capacity), DeviceTier(0), []
+        self.engine_takes(100)
         self.meter = ActivationMeter(self.gauge, self.tier, bound, self.ops.append)
 
-    def run(self, key, peak, held=100):
+    def engine_takes(self, nbytes):
+        self.tier.book(nbytes)
+        self.gauge.take(nbytes)
+
+    def engine_frees(self, nbytes):
+        self.gauge.take(-nbytes)
+        self.tier.book(-nbytes)
+
+    def run(self, key, nbytes):
         self.meter.note_op(key)
-        self.gauge.peak, self.tier.held_nbytes = peak, held
+        self.op_takes(nbytes)
+
+    def op_takes(self, nbytes):
+        self.gauge.take(nbytes)
+        self.gauge.take(-nbytes)
 
     def measure(self, *passes):
         """One measured step with these (shapes, builds_graph)."""
@@ -47,7 +66,7 @@ class Measured:
             self.meter.growth(shapes, builds_graph)
         self.meter.begin()
         self.meter.note_measured()
-        self.meter.is_on = False
+        self.meter.end()
 
 
 @pytest.fixture(autouse=True)
@@ -61,21 +80,76 @@ def no_slack(monkeypatch):
 def test_an_op_has_the_peak_beside_the_bytes_of_the_engine():
     found = Measured()
     found.meter.begin()
-    found.run("same", 130)
-    found.run("fetches", 190, held=140)  # the engine holds 100 bytes at the begin, so up to 90 are the op's
-    found.run("evicts", 170, held=110)
-    found.run("last", 155, held=110)
+    found.run("same", 30)
+    found.run("fetches", 50)
+    found.engine_takes(40)
+    found.op_takes(40)  # the op needs no more than 50 bytes at once
+    found.run("evicts", 60)
+    found.engine_frees(30)
+    found.run("last", 45)
     found.meter.end_op()
-    assert found.meter.op_nbytes == {None: 0, "same": 30, "fetches": 90, "evicts": 60, "last": 45}
-    assert found.ops == [0, 30, 90, 60, 45]
-    assert found.meter.activation_nbytes == 90
+    assert found.meter.op_nbytes == {None: 0, "same": 30, "fetches": 50, "evicts": 60, "last": 45}
+    assert found.ops == [0, 30, 50, 60, 45]
+    assert found.meter.activation_nbytes == 60
+
+
+def test_an_op_keeps_memory_while_the_engine_takes_and_frees():
+    found = Measured()
+    found.meter.begin()
+    found.meter.note_op("op")
+    found.gauge.take(20)
+    found.engine_takes(300)
+    found.op_takes(15)
+    found.engine_frees(400)
+    found.op_takes(5)
+    found.gauge.take(-20)
+    found.meter.end_op()
+    assert found.meter.op_nbytes == {None: 0, "op": 35}
+
+
+def test_a_gradient_is_the_ops_until_the_engine_takes_it():
+    found = Measured()
+    found.meter.begin()
+    found.meter.note_op("op")
+    found.gauge.take(60)
+    found.tier.book(60)
+    found.op_takes(10)
+    found.meter.note_op("next")
+    found.op_takes(10)
+    found.engine_frees(60)
+    found.meter.end_op()
+    assert found.meter.op_nbytes == {None: 0, "op": 60, "next": 10}
+
+
+def test_changes_of_other_threads_lose_no_peak(monkeypatch):
+    """A lane takes and frees memory of the engine while an op allocates. Each reading of the peak is slow."""
+    found, read = Measured(capacity=1 << 40), Gauge.peak_nbytes
+    monkeypatch.setattr(Gauge, "peak_nbytes", lambda gauge: time.sleep(1e-4) or read(gauge))
+    found.meter.begin()
+    found.meter.note_op("op")
+
+    def lane():
+        for _ in range(200):
+            found.tier.book(1000)
+            found.tier.book(-1000)
+
+    threads = [threading.Thread(target=lane) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for nbytes in range(200):
+        found.op_takes(nbytes)
+        time.sleep(1e-4)
+    for thread in threads:
+        thread.join()
+    found.meter.end_op()
+    assert found.meter.op_nbytes == {None: 0, "op": 199}
 
 
 def test_bytes_before_the_first_op_have_no_key():
     found = Measured()
     found.meter.begin()
-    found.gauge.peak = 120
-    found.run("first", 105)
+    found.op_takes(20)
+    found.run("first", 5)
     found.meter.note_measured()
     assert found.meter.op_nbytes == {None: 20, "first": 5}
 
@@ -83,8 +157,8 @@ def test_bytes_before_the_first_op_have_no_key():
 def test_the_largest_run_of_an_op_counts():
     found = Measured()
     found.meter.begin()
-    for peak in (130, 150, 140):
-        found.run("op", peak)
+    for nbytes in (30, 50, 40):
+        found.run("op", nbytes)
     found.meter.note_measured()
     assert found.meter.op_nbytes["op"] == found.meter.activation_nbytes == 50
     assert found.ops == [0, 30, 50, 40]
@@ -93,12 +167,12 @@ def test_the_largest_run_of_an_op_counts():
 def test_ops_outside_a_measured_step_have_no_bytes():
     found = Measured()
     assert found.meter.activation_nbytes == 0
-    found.run("op", 900)
-    found.run("other", 800)
+    found.run("op", 800)
+    found.run("other", 700)
     assert (found.meter.op_nbytes, found.ops) == ({}, [])
     found.meter.begin()
-    found.gauge.peak = 110
-    found.run("first", 100)
+    found.op_takes(10)
+    found.run("first", 0)
     assert found.meter.op_nbytes == {None: 10}  # the measurement began within the op `other`
 
 
@@ -106,11 +180,13 @@ def test_memory_that_the_engine_takes_between_ops_is_no_ops():
     """A gradient of 60 bytes stays on the device, and weights of 20 bytes leave, between two ops."""
     found = Measured()
     found.meter.begin()
-    found.run("before", 130)
+    found.run("before", 30)
     found.meter.end_op()
-    found.gauge.peak, found.tier.held_nbytes = 160, 140
+    found.gauge.take(60)
+    found.tier.book(60)
+    found.engine_frees(20)
     found.meter.rebase()
-    found.run("after", 150, held=140)
+    found.run("after", 10)
     found.meter.note_measured()
     assert found.meter.op_nbytes == {None: 0, "before": 30, "after": 10}
 
@@ -168,7 +244,7 @@ def test_the_slack_is_a_share_of_the_device_and_at_most_5_gib(capacity, slack, m
 def test_room_for_larger_inputs_falls_with_the_square_of_their_growth():
     found = Measured()
     found.meter.begin()
-    found.run("op", 120)
+    found.run("op", 20)
     found.meter.note_measured()
     assert [found.meter.room_for(growth) for growth in (1, 2, 5)] == [980, 920, 500]
 
@@ -202,7 +278,7 @@ def test_after_a_failed_allocation_nothing_counts_as_measured():
 def test_failures_before_the_first_step_do_not_count():
     gauge = Gauge()
     gauge.failures = 3
-    meter = ActivationMeter(gauge, SimpleNamespace(held_nbytes=0), None, print)
+    meter = ActivationMeter(gauge, DeviceTier(0), None, print)
     assert not meter.has_failed()
     gauge.failures = 4
     assert meter.has_failed()

@@ -334,7 +334,7 @@ def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro
     with training(tiny_gpt, tmp_path, options=options, param_tier="host", optimizer_state_tier="host") as (model, engine, optimizer):
         train(model, engine, optimizer, sizes, gauge)
         expected = states_of(engine, model)
-    gauge.capacity = least + sum(records[:6]) + (64 << 10)
+    gauge.capacity = least + sum(records[:6]) + (48 << 10)
     config = {"device_memory": least + sum(records[:8])} | HOMES[home]
     with training(tiny_gpt, tmp_path, options=options, **config) as (model, engine, optimizer):
         found = train(model, engine, optimizer, sizes, gauge)
@@ -392,7 +392,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
     bring = Gradients.stay_on_device
     monkeypatch.setattr(Gradients, "stay_on_device", lambda self, chunks: (came.append(len(chunks)), bring(self, chunks)))
     least, records = budgets(tiny_gpt, tmp_path, options=options)
-    gauge.capacity = least + sum(records[:8]) + (64 << 10)
+    gauge.capacity = least + sum(records[:8]) - (48 << 10)
     with training(tiny_gpt, tmp_path, options=options, device_memory=least + sum(records[:8]), **HOMES["nvme"]) as (model, engine, optimizer):
         train(model, engine, optimizer, sizes, gauge)
         assert_same_states(states_of(engine, model), expected)
@@ -551,7 +551,7 @@ def test_weights_written_in_forward_leave_the_device_with_their_record(gauge, tm
     least, records = budgets(make, tmp_path, dtype="bf16")
 
     def run(capacity, **config):
-        gauge.capacity, gauge.activations, counts = capacity, 0, []
+        gauge.capacity, gauge.activations, counts = capacity, 1 << 10, []
         with training(make, tmp_path, dtype="bf16", options={"lr": 0.5}, **config) as (model, engine, optimizer):
             gauge.tier = engine.tier
             for step in range(3):

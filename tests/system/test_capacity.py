@@ -56,13 +56,16 @@ class ScriptedAllocator:
     def max_memory_allocated(self, device):
         return self.peak
 
+    def memory_stats_as_nested_dict(self, device):
+        return {"allocated_bytes": {"all": {"peak": self.peak}}}
+
     def reset_peak_memory_stats(self, device):
         self.peak = self.allocated
 
 
 def test_the_programs_peak_survives_resets_by_op_measurements(monkeypatch):
     allocator = ScriptedAllocator()
-    for name in ("max_memory_allocated", "reset_peak_memory_stats"):
+    for name in ("max_memory_allocated", "memory_stats_as_nested_dict", "reset_peak_memory_stats"):
         monkeypatch.setattr(f"torch.cuda.{name}", getattr(allocator, name))
     monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)  # exists in CUDA builds and needs a driver
     gauges = [capacity.CudaGauge(torch.device("cuda", 7)) for _ in range(2)]  # one per engine

@@ -16,7 +16,7 @@ GROWTH_EXPONENT = 2  # an op's memory grows with this power of the input size, a
 
 
 class ActivationMeter:
-    """op_nbytes: most bytes that each op has allocated, by key. is_on: the current step is measured.
+    """op_nbytes: most bytes that each op has allocated, by key.
 
     gauge: measures device memory; None on the CPU. bound_nbytes: most bytes of the engine; None if only activations bound them. on_op(nbytes):
     called at the end of each measured op.
@@ -25,13 +25,17 @@ class ActivationMeter:
     def __init__(self, gauge, tier: DeviceTier, bound_nbytes: int | None, on_op: Callable[[int], None]):
         self.gauge, self.tier, self.bound_nbytes, self.on_op = gauge, tier, bound_nbytes, on_op
         self.op_nbytes: dict[Hashable, int] = {}
-        self.is_on = False
         self._measured: dict[bool, list[Shapes]] = {True: [], False: []}  # inputs that fit; by whether the pass builds a graph
         self._growing: list[tuple[bool, Shapes]] = []  # new inputs of the current step
         self._op: Hashable = None
-        self._held_nbytes = 0  # bytes of the engine when the op began
+        self._taken_nbytes = 0  # most bytes beside those of the engine since the op began
         self._capacity_nbytes: int | None = None  # of the device, until `forget_capacity`
         self._num_failures = gauge.num_failures() if gauge is not None else 0  # failed allocations so far
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the current step is measured."""
+        return self.tier.before_change is not None
 
     @property
     def activation_nbytes(self) -> int:
@@ -78,7 +82,11 @@ class ActivationMeter:
     def begin(self) -> None:
         """Measure the ops from here on."""
         self.rebase()
-        self._op, self.is_on = None, True
+        self._op, self.tier.before_change = None, self._note_peak
+
+    def end(self) -> None:
+        """Measure no longer."""
+        self.tier.before_change = None
 
     def note_op(self, key: Hashable) -> None:
         """An op begins: if the step is measured, the allocator's peak belongs to the op before."""
@@ -88,16 +96,19 @@ class ActivationMeter:
 
     def end_op(self) -> None:
         """The peak so far belongs to the last op."""
-        held = self.tier.held_nbytes
-        taken = self.gauge.peak_nbytes() - min(held, self._held_nbytes)
+        self.tier.note_allocations()
+        taken, self._taken_nbytes = self._taken_nbytes, 0
         self.op_nbytes[self._op] = max(taken, self.op_nbytes.get(self._op, 0))
-        self._held_nbytes = held
         self.on_op(taken)
+
+    def _note_peak(self) -> None:
+        """The bytes of the engine change next, in any thread. Bytes that are not the engine's are exact only between two changes."""
+        self._taken_nbytes = max(self._taken_nbytes, self.gauge.peak_nbytes() - self.tier.held_nbytes)
 
     def rebase(self) -> None:
         """Allocations since the last op's end are the engine's, and belong to no op."""
         self.gauge.peak_nbytes()
-        self._held_nbytes = self.tier.held_nbytes
+        self._taken_nbytes = 0
 
     def note_measured(self) -> None:
         """The new inputs of the step are measured."""

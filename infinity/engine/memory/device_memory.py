@@ -123,7 +123,8 @@ class DeviceBudget:
             self._by_layer, self._needs_division = bool(sums), True
         if not self._needs_division:
             return self.trial.is_on and self._undo(is_longer)
-        self._needs_division = meter.is_on = False
+        self._needs_division = False
+        meter.end()
         budget = self._budget(sums)
         before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
         visiting, staying = self._visitors(budget)
