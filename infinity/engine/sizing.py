@@ -148,6 +148,7 @@ class _Cuts:
             states=choice_of(config.optimizer_state_tier),
             keep=config.residency == "auto",
             deferred=training.deferred or training.accumulating,
+            updates_follow=training.deferred,
             accumulates=training.accumulating,
         )
 

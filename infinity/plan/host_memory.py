@@ -223,6 +223,8 @@ class _Sharing:
             pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
             if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
                 on_nvme, num_late = self.in_slots, 1
+        if self.needs.updates_follow:
+            self._add_record_slots(self.left + self.reserved - pool_nbytes)
         if self.needs.deferred and self.budgets.nvme_nbytes is not None:
             self._leave_on_device(self.budgets.nvme_nbytes - self.nbytes_in(NVME, on_nvme))
         return Shared(
@@ -235,6 +237,15 @@ class _Sharing:
             num_late=num_late,
             nvme_nbytes=self.nbytes_in(NVME, on_nvme),
         )
+
+    def _add_record_slots(self, left_nbytes: int) -> None:
+        """Add slots for records whose homes the configuration has put on NVMe: [Note: states read ahead of step()] in chunk_updates.py."""
+        counts = [*self.slots(self.counts).values()]
+        kinds = [index for index, kind in enumerate((WEIGHTS, STATES)) if counts[index] < self._num_sharing(kind)]
+        if 1 in kinds:
+            more = left_nbytes // sum(max(self.in_slots[KINDS[index]]) for index in kinds)
+            for index in kinds:
+                self.counts[index] = counts[index] + more
 
     def _leave_on_device(self, left_nbytes: int) -> None:
         """If NVMe is full, gradients that usually wait on the device have no other place. left_nbytes: free bytes on NVMe, perhaps negative."""

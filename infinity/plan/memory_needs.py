@@ -19,14 +19,15 @@ PAGE_NBYTES = 4096
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """The user's choices, independent of the cut. weights, states: a tier, or None for the planner's choice. keep: use memory left over by
-    budgets. deferred: all gradients wait for step(). accumulates: gradients of several backward passes add up, and should do so on the device.
-    on_device: records may have their home on the device, or visit it.
+    budgets. deferred: all gradients wait for step(). updates_follow: all updates follow step(). accumulates: gradients of several backward
+    passes add up, and should do so on the device. on_device: records may have their home on the device, or visit it.
     """
 
     weights: Tier | None
     states: Tier | None
     keep: bool
     deferred: bool
+    updates_follow: bool = False
     accumulates: bool = False
     on_device: bool = True
 

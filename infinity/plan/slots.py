@@ -27,7 +27,9 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
-from infinity.plan.record import GRADIENTS, KINDS, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
+
+MOST_READS = 2  # of states ahead of step(), at a time
 
 
 class HostState(enum.Enum):
@@ -218,6 +220,30 @@ class Requests:
         """The candidates for the next grant: the first pinned request of each kind, and all read-ahead."""
         waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
         return sorted(waiting, key=lambda request: (not self.is_urgent(request), request.number))
+
+
+class StatesAhead:
+    """Reads the states of chunks ahead of step(), in the order of their next use, as far as there are slots, and few at a time.
+
+    request(chunk, STATES, pin=False): begins a read and returns an object with `is_read`. See [Note: states read ahead of step()] in
+    chunk_updates.py.
+    """
+
+    def __init__(self, chunks: Iterable, cache: HostCache, request: Callable):
+        self._left = deque(sorted(chunks, key=cache.next_use)[: cache.slots.count if cache.slots is not None else 0])
+        self._reading: list = []
+        self._cache, self._request = cache, request
+
+    def advance(self) -> None:
+        """Begin reads in place of those that are over."""
+        self._reading = [request for request in self._reading if not request.is_read]
+        while self._left and len(self._reading) < MOST_READS and not self._is_in_use(self._left[0]):
+            self._reading.append(self._request(self._left.popleft(), STATES, pin=False))
+
+    def _is_in_use(self, chunk) -> bool:
+        """Whether the last update of the chunk still has the copy, which may leave after the write."""
+        entry = self._cache.find(chunk)
+        return entry is not None and entry.pins > 0
 
 
 def farthest_first(spans: Iterable[int], next_use: Callable[[int], float]) -> list[int]:

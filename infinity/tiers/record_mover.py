@@ -49,6 +49,12 @@ class Request(Job):
     def worker(self) -> int | None:
         return self._writer.ident
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the copy is in host memory, or the request has failed."""
+        source = self.result.source if self.done and self.result is not None else None
+        return self.done and (source is None or source.done)
+
     def in_words(self) -> str:
         return _room(self.chunk, self.kind)
 

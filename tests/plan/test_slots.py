@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
-from infinity.plan.slots import HostCache, HostState, Requests, keeps, victims
+from infinity.plan.slots import MOST_READS, HostCache, HostState, Requests, StatesAhead, keeps, victims
 
 
 class Pool:
@@ -149,3 +149,55 @@ def test_spans_used_later_make_room_and_any_span_for_a_needed_one():
     distance = {0: 5, 1: 9, 2: 3, 3: 9}.get
     assert list(victims(0, [1, 2, 3], distance, needed=False)) == [1, 3]
     assert list(victims(0, [1, 2, 3], distance, needed=True)) == [1, 3, 2]
+
+
+class Reads:
+    """A cache of states, and the reads that were asked for. `is_read` of each is set by the test."""
+
+    def __init__(self, count):
+        self.cache = HostCache(STATES, Pool(count) if count else None, lambda chunk: -chunk.index)
+        self.asked = []
+
+    def request(self, chunk, kind, *, pin):
+        assert kind == STATES and not pin
+        self.asked.append(SimpleNamespace(chunk=chunk, is_read=False))
+        return self.asked[-1]
+
+    @property
+    def order(self):
+        return [request.chunk.index for request in self.asked]
+
+
+def test_states_ahead_are_read_in_the_order_of_use_and_few_at_a_time():
+    reads = Reads(5)
+    ahead = StatesAhead(CHUNKS, reads.cache, reads.request)
+    ahead.advance()
+    ahead.advance()
+    assert reads.order == [5, 4] and MOST_READS == 2
+    reads.asked[1].is_read = True
+    ahead.advance()
+    assert reads.order == [5, 4, 3]
+    for _ in range(9):
+        for request in reads.asked:
+            request.is_read = True
+        ahead.advance()
+    assert reads.order == [5, 4, 3, 2, 1], "one chunk has no slot"
+
+
+def test_states_ahead_wait_for_the_last_update_of_their_chunk():
+    reads = Reads(6)
+    ahead = StatesAhead(CHUNKS, reads.cache, reads.request)
+    entry = reads.cache.claim(CHUNKS[4], urgent=False)
+    entry.pin()
+    ahead.advance()
+    assert reads.order == [5]
+    entry.become(HostState.CLEAN)
+    reads.cache.unpin(entry, keep=False)
+    ahead.advance()
+    assert reads.order == [5, 4]
+
+
+def test_without_slots_no_states_are_read_ahead():
+    reads = Reads(0)
+    StatesAhead(CHUNKS, reads.cache, reads.request).advance()
+    assert reads.order == []

@@ -9,7 +9,7 @@ from infinity.formats.format import Format
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 from infinity.plan.schedule import Use
-from infinity.plan.slots import HostCache
+from infinity.plan.slots import HostCache, StatesAhead
 from infinity.plan.tiers import NVME
 from infinity.tools.predict.links import LINKS, UPDATE_NBYTES
 from infinity.tools.predict.machine import DriveRates, Machine
@@ -51,6 +51,7 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
         states=tiers.get("states", "host"),
         keep=keep,
         deferred=deferred or accumulates,
+        updates_follow=deferred,
         device_budget=device,
         host_budget=host,
         held_nbytes=4 * numel,
@@ -92,6 +93,20 @@ def test_updates_that_are_put_off_keep_the_drive_busy_in_forward(accumulates, mo
     monkeypatch.setattr(HostCache, "is_crowded", lambda cache: False)
     *_, without = play(**options, accumulates=accumulates)
     assert without.step_seconds > 1.04 * found.step_seconds
+
+
+@pytest.mark.parametrize("host, num_slots, most, at_need", [(720 << 20, 12, 1.54, 1.55), (1 << 30, 38, 1.34, 1.44), (2 << 30, 96, 1.01, 1.28)])
+def test_states_read_ahead_of_step_keep_the_drive_busy_in_backward(host, num_slots, most, at_need, monkeypatch):
+    """Updates follow step(). 7 ms a layer: 8 bytes of weights and 8 of states read, 12 written."""
+    layers, drive = 96, 7 * MS
+    machine = dataclasses.replace(MACHINE, update_gparams=4 * MACHINE.update_gparams)
+    options = dict(num=layers, seconds=(0.25 * drive, 0.75 * drive), weights="nvme", states="nvme", keep=False, device=6 * 4 * NUMEL, host=host)
+    *_, placement, found = play(machine, **options, update="deferred")
+    assert placement.slots[STATES] == num_slots
+    assert found.step_seconds <= most * layers * drive
+    monkeypatch.setattr(StatesAhead, "advance", lambda ahead: None)
+    *_, found = play(machine, **options, update="deferred")
+    assert found.step_seconds > at_need * layers * drive
 
 
 def test_all_on_nvme_is_bound_by_the_drive():

@@ -26,6 +26,11 @@ class PlayedRequest:
         self.granted = Flag()
         self.entry: Entry | None = None
 
+    @property
+    def is_read(self) -> bool:
+        source = self.entry.source if self.entry is not None else None
+        return self.granted.raised and (source is None or source.raised)
+
 
 class _Slots:
     """Counts slots. Has the interface of the slots of an arena."""

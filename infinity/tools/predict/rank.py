@@ -12,6 +12,7 @@ from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.route import Route, to_gradient
 from infinity.plan.schedule import Moment, Use
+from infinity.plan.slots import StatesAhead
 from infinity.plan.tiers import DEVICE, Tier, in_storage
 from infinity.tools.predict.clock import Clock, Flag, PlayedLane
 from infinity.tools.predict.host import PlayedRecords, PlayedRequest
@@ -186,6 +187,7 @@ class Updates:
         self.gc, self.lane = PlayedLane(self.clock), PlayedLane(self.clock)
         self.under_way = self._num_arrivals = 0
         self.waiting: list[PlayedChunk] = []
+        self._states_ahead: StatesAhead | None = None
         self._users = self.records.caches[GRADIENTS].users  # the gradient of each update in the lane
         self._spill = rank.placement.slots[GRADIENTS] > 0 and self.step.deferred
 
@@ -254,6 +256,11 @@ class Updates:
     def _ready(self, chunk: PlayedChunk) -> None:
         if self.rank.moment(chunk) is Moment.GRADIENT:
             self.waiting.append(chunk)
+        elif self.step.deferred:
+            if self._states_ahead is None:
+                chunks = [chunk for chunk in self.rank.chunks if chunk.trainable and chunk.homes[STATES].is_storage]
+                self._states_ahead = StatesAhead(chunks, self.records.caches[STATES], self.records.request)
+            self._states_ahead.advance()
 
     def update_waiting(self) -> None:
         for chunk in list(self.waiting):
@@ -336,3 +343,4 @@ class Updates:
                 self.begin(chunk)
         for chunk in rank.chunks:
             chunk.updated = chunk.received = chunk.behind = False
+        self._states_ahead = None
