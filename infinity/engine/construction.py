@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.config import Config
 from infinity.engine.engine import Engine
 from infinity.engine.offload import cut_large_layers
-from infinity.engine.sizing import HOST_SHARES, MOST_OF_FREE
+from infinity.engine.sizing import MOST_OF_FREE, host_share
 from infinity.errors import UsageError
 from infinity.model.deferred_init import Drawn, drawn_by
 from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_metadata, overwritten_by, parameters_in
@@ -82,7 +82,7 @@ def init(config: Config | None = None, *, window: int | None = None):
 def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, int]:
     """Bytes of each window, by kind of device. Equal on all ranks, because all ranks move the same parameters away."""
     free = host_free_nbytes() // ranks.num_local
-    taken = HOST_SHARES["cuda"] * free if config.host_memory == "auto" else config.host_memory
+    taken = host_share("cuda", free) * free if config.host_memory == "auto" else config.host_memory
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
         windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())

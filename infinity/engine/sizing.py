@@ -31,7 +31,8 @@ from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 
 ACTIVATION_SHARE = 1 / 4  # least share of host memory for activations, if they live there
-HOST_SHARES = {"cuda": 0.87, "cpu": 0.5}  # share of free host memory for host_memory="auto"
+HOST_SHARES = {"cuda": 0.92, "cpu": 0.5}  # most of the free host memory for host_memory="auto"
+PROGRAM_NBYTES, PROGRAM_SHARE = 8 << 30, 0.13  # host memory left to the program beside CUDA: so many bytes, or this share if that is less
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # share of free device memory for device_memory="auto", until activations are measured
 EXPECTED_DEVICE_SHARES = {False: 0.8, True: 0.72}  # share of free CUDA memory that most steps leave to the engine; by `accumulating`
 MOST_OF_FREE = 0.95  # largest share of the memory that is free while the parameters still hold their own
@@ -176,17 +177,24 @@ def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable
     """Returns (device bytes, host bytes) for this rank: as configured, or a share of free memory that is equal on all ranks. params:
     parameters whose memory becomes free soon after the engine has allocated its own."""
     free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
-    on_host, on_device = HOST_SHARES[device.type], DEVICE_SHARES[device.type]
+    on_host, on_device = host_share(device.type, free_host + taken["cpu"]), DEVICE_SHARES[device.type]
     if device.type == "cuda":
-        device_share = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
-        host_share = _share(on_host, free_host, taken["cpu"])
+        device_nbytes = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
+        host_nbytes = _share(on_host, free_host, taken["cpu"])
     else:  # both budgets are parts of host memory
         both = _share(on_host + on_device, free_host, taken["cpu"])
-        host_share = int(both * on_host / (on_host + on_device))
-        device_share = both - host_share
-    auto = ranks.least([device_share, host_share])
+        host_nbytes = int(both * on_host / (on_host + on_device))
+        device_nbytes = both - host_nbytes
+    auto = ranks.least([device_nbytes, host_nbytes])
     given = (config.device_memory, config.host_memory)
     return tuple(share if value == "auto" else value for value, share in zip(given, auto))
+
+
+def host_share(kind: str, free_nbytes: int) -> float:
+    """The share of free host memory for host_memory="auto", beside a device of this kind."""
+    if kind != "cuda" or not free_nbytes:
+        return HOST_SHARES[kind]
+    return min(HOST_SHARES[kind], 1 - min(PROGRAM_SHARE, PROGRAM_NBYTES / free_nbytes))
 
 
 def expected_device_nbytes(config: Config, device: str, device_nbytes: int, *, accumulating: bool = False) -> int:

@@ -21,7 +21,7 @@ from torch import nn
 
 import infinity
 from infinity.engine.refused_wrappers import watch_replicas
-from infinity.engine.sizing import budgets
+from infinity.engine.sizing import budgets, host_share
 from infinity.errors import UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.model import deferred_init as draws
@@ -740,3 +740,13 @@ def test_values_of_rank_0_win_before_the_optimizer_exists(tmp_path):
         assert world.run(changed_on_rank_0, tmp_path) == [True, True]
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("free_gib, left_gib", [(16, 2.1), (61, 7.9), (64, 8.0), (96, 8.0), (128, 10.2), (1024, 81.9)])
+def test_host_memory_left_to_the_program_beside_cuda(free_gib, left_gib):
+    assert (1 - host_share("cuda", free_gib << 30)) * free_gib == pytest.approx(left_gib, abs=0.1)
+
+
+def test_half_of_the_free_memory_is_for_the_host_tier_without_cuda():
+    assert host_share("cpu", 1 << 40) == 0.5
+    assert host_share("cuda", 0) > 0  # a control group may leave nothing

@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.memory.activation_meter import SLACK
-from infinity.engine.sizing import DEVICE_SHARES, HOST_SHARES, Training, arrange, expected_device_nbytes, may_compress, records_may_visit
+from infinity.engine.sizing import DEVICE_SHARES, Training, arrange, expected_device_nbytes, host_share, may_compress, records_may_visit
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
@@ -171,7 +171,7 @@ def arrangement(
     share = machine.devices
     host = machine.host_memory // share
     if config.host_memory == "auto":
-        host_budget = int(host * HOST_SHARES[machine.device])
+        host_budget = int(host * host_share(machine.device, host))
     else:
         host_budget = config.host_memory
         if host_budget > host:
