@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from infinity.model import log_sum_exp
 from infinity.model.log_sum_exp import LogSumExpAtLabels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -46,6 +47,20 @@ def assert_as_torch(logits, labels, grads):
 def test_values_and_gradients_have_the_bits_of_torch(dtype):
     for seed in range(5):
         assert_as_torch(*drawn(dtype, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [0.5, 1, 4, 5, 6, 7])
+def test_blocks_of_rows_have_the_bits_of_torch(num_rows, dtype, monkeypatch):
+    monkeypatch.setattr(log_sum_exp, "BLOCK_NBYTES", int(num_rows * 4 * V))
+    logits, labels, (of_sums, at_labels) = drawn(dtype)
+    for grads in ((of_sums, at_labels), (None, at_labels), (of_sums, None)):
+        assert_as_torch(logits, labels, grads)
+
+
+def test_no_rows_have_an_empty_gradient():
+    found = outcome(LogSumExpAtLabels.apply, torch.zeros(0, V), torch.zeros(0, dtype=torch.int64), (torch.zeros(0), torch.zeros(0)))
+    assert [tensor.shape for tensor in found] == [(0,), (0,), (0, V)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,6 +122,22 @@ class LiveBuffers(TorchDispatchMode):
                 self.storages[storage.cdata] = storage
         self.most = max(self.most, len(self.storages))
         return made
+
+
+def test_a_forward_pass_has_one_fp32_buffer_of_the_logits_size():
+    logits, labels, _ = drawn(torch.bfloat16)
+    with LiveBuffers() as buffers, torch.no_grad():
+        LogSumExpAtLabels.apply(logits, labels)
+    assert buffers.most == 1
+
+
+def test_a_backward_pass_of_several_blocks_has_no_buffer_of_that_size(monkeypatch):
+    monkeypatch.setattr(log_sum_exp, "BLOCK_NBYTES", 2 * 4 * V)
+    logits, labels, grads = drawn(torch.bfloat16)
+    outputs = LogSumExpAtLabels.apply(logits.requires_grad_(), labels)
+    with LiveBuffers() as buffers:
+        torch.autograd.backward(outputs, grads)
+    assert buffers.most == 0
 
 
 @pytest.mark.parametrize("func, most", [(LogSumExpAtLabels.apply, 1), (by_torch, 5)])
