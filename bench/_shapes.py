@@ -20,6 +20,7 @@ SHAPES = {  # values by NAMES, and whether the head is the embedding
     "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
     "8b": ("Llama", (4096, 14336, 32, 32, 8, 128256), False),
     "14b": ("Llama", (5120, 13824, 48, 40, 8, 152064), False),
+    "22b": ("Llama", (6144, 16384, 56, 48, 8, 32768), False),
     "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "mixtral7b": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # 8 experts, 2 a token
 }

@@ -169,6 +169,7 @@ def test_shapes_of_finetune_have_the_right_parameters_and_flops(bench):
         "3b": 3.21,
         "8b": 8.03,
         "14b": 14.77,
+        "22b": 22.25,
         "qwen7b": 7.62,
         "mixtral7b": 7.08,
     }

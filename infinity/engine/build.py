@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, may_compress, written_in_forward
+from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, largest_device_nbytes, may_compress, written_in_forward
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan import compression
 from infinity.plan import placement as planner
@@ -137,7 +137,12 @@ def assemble(
     model does not fit.
     """
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
-    expected = expected_device_nbytes(config, device.type, device_budget, accumulating=training.accumulating)
+    found = Budgets(
+        device_nbytes=device_budget,
+        expected_nbytes=expected_device_nbytes(config, device.type, device_budget, accumulating=training.accumulating),
+        largest_nbytes=largest_device_nbytes(config, device.type, device_budget),
+        host_nbytes=host_budget,
+    )
     with contextlib.ExitStack() as undo:  # if a later part fails, the earlier parts are closed
         ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
         undo.callback(ahead.close)
@@ -148,7 +153,7 @@ def assemble(
             model,
             named,
             config,
-            Budgets(device_nbytes=device_budget, expected_nbytes=expected, host_nbytes=host_budget, nvme_nbytes=nvme_budget),
+            replace(found, nvme_nbytes=nvme_budget),
             training,
             (ranks.rank, ranks.world),
             compresses=bool(compresses),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.engine.engines import engine_of
-from infinity.engine.sizing import expected_device_nbytes, records_may_visit
+from infinity.engine.sizing import records_may_visit
 from infinity.errors import UsageError
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
@@ -213,7 +213,7 @@ def _step(engine) -> Step:
     config, placement = engine.config, engine.placement
     return Step(
         num_passes=engine.optimizer.accumulation_steps if engine.optimizer is not None else 1,
-        device_nbytes=max(placement.device_nbytes, expected_device_nbytes(config, engine.device.type, placement.device_nbytes)),
+        device_nbytes=placement.expected_nbytes,
         deferred=engine.updater.deferred,
         keep=config.residency == "auto",
         may_visit=records_may_visit(config, engine.layout),

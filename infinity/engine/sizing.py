@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError, ConfigError
 from infinity.formats.assignment import ParameterDtypes
 from infinity.formats.format import ADAM_MOMENTS, Format
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
@@ -35,6 +35,7 @@ HOST_SHARES = {"cuda": 0.92, "cpu": 0.5}  # most of the free host memory for hos
 PROGRAM_NBYTES, PROGRAM_SHARE = 8 << 30, 0.13  # host memory left to the program beside CUDA: so many bytes, or this share if that is less
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # share of free device memory for device_memory="auto", until activations are measured
 EXPECTED_DEVICE_SHARES = {False: 0.8, True: 0.72}  # share of free CUDA memory that most steps leave to the engine; by `accumulating`
+LARGEST_DEVICE_SHARE = 0.84  # share of free CUDA memory to plan with if the other tiers are too small: activations have the rest
 MOST_OF_FREE = 0.95  # largest share of the memory that is free while the parameters still hold their own
 
 Named = list[tuple[str, nn.Parameter]]
@@ -99,24 +100,41 @@ def arrange(
     cuts = _Cuts(model, named, config, training, world)
     share = 1 - ACTIVATION_SHARE if leaves_device(config.activation_tier) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
-
-    def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # for rank 0, which needs the most memory
-        candidate = cuts.candidate(way, numel, 0)
-        return candidate.layout, planner.place(candidate, cuts.needs, budgets)
-
-    numels = chunk_size.chunk_numels(cuts.num_parameters, world=world)
-    if config.chunk_mib is not None:
-        numels = [default_chunk_numel(config.chunk_mib, world)]
-    some_may_be_late = any(spec.format.may_be_late for spec in cuts.specs)
-    may_be_late = training.can_advance and some_may_be_late and config.compression != "off"
-    ways = (True, False) if compresses and config.compression != "on" else (compresses,)
-    way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=budgets.nvme_nbytes)
+    way, numel, budgets = _choose(cuts, config, budgets, training, compresses=compresses)
     first, candidate, agreed = cuts.candidate(way, numel, 0), cuts.candidate(way, numel, rank), 0
     found = planner.place(candidate, cuts.needs, budgets, first=first)
     while (number := most(found.num_crowded_out)) > agreed:  # equal on all ranks, although shards differ a little
         agreed = number
         found = planner.place(candidate, cuts.needs, budgets, first=first, least_crowded_out=agreed)
     return candidate.layout, candidate.records, found
+
+
+def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *, compresses: bool) -> tuple[Way, int, Budgets]:
+    """The way to store records, the chunk size, and the budgets: with more of the device if the other tiers are too small otherwise."""
+    numels = chunk_size.chunk_numels(cuts.num_parameters, world=cuts.world)
+    if config.chunk_mib is not None:
+        numels = [default_chunk_numel(config.chunk_mib, cuts.world)]
+    some_may_be_late = any(spec.format.may_be_late for spec in cuts.specs)
+    may_be_late = training.can_advance and some_may_be_late and config.compression != "off"
+    ways = (True, False) if compresses and config.compression != "on" else (compresses,)
+    tries, largest = [budgets], budgets.largest_nbytes
+    if largest:
+        tries.append(dataclasses.replace(budgets, device_nbytes=largest, expected_nbytes=max(largest, budgets.expected_nbytes)))
+    for each in tries:
+        is_last, nvme_nbytes = each is tries[-1], each.nvme_nbytes
+
+        def place(way: Way, numel: int) -> tuple[Layout, planner.Placement]:  # for rank 0, which needs the most memory
+            candidate = cuts.candidate(way, numel, 0)
+            return candidate.layout, planner.place(candidate, cuts.needs, each)
+
+        try:
+            way, numel = chunk_size.choose(place, numels, ways, may_be_late=may_be_late, nvme_nbytes=nvme_nbytes)
+            if is_last or nvme_nbytes is None or place(way, numel)[1].nvme_nbytes <= nvme_nbytes:
+                break
+        except BudgetError:
+            if is_last:
+                raise
+    return way, numel, each
 
 
 def _specs(named: Named, config: Config, training: Training) -> list[ParameterSpec]:
@@ -203,6 +221,12 @@ def expected_device_nbytes(config: Config, device: str, device_nbytes: int, *, a
     activations."""
     chosen = config.device_memory == "auto" and device == "cuda"
     return int(device_nbytes * EXPECTED_DEVICE_SHARES[accumulating] / DEVICE_SHARES["cuda"]) if chosen else 0
+
+
+def largest_device_nbytes(config: Config, device: str, device_nbytes: int) -> int:
+    """Device bytes to plan with if host memory and NVMe are too small beside device_nbytes; 0 if only device_nbytes is possible."""
+    chosen = config.device_memory == "auto" and device == "cuda"
+    return int(device_nbytes * LARGEST_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
 def records_may_visit(config: Config, layout: Layout) -> bool:

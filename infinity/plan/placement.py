@@ -55,7 +55,7 @@ class Placement:
     total memory.
 
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
-    budget. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients; the rest is for spans that come and go.
+    budget. expected_nbytes: the likely one once activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients; the rest is for spans that come and go.
     least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes for gradients of late
     moments. num_late: late updates in a row. num_crowded_out: trainable spans, from the first on, whose records live on the device
     because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
@@ -71,6 +71,7 @@ class Placement:
     slots: dict[str, int]
     pinned: bool
     device_nbytes: int
+    expected_nbytes: int
     fixed_nbytes: int
     least_nbytes: int
     gradient_limit_nbytes: int
@@ -117,9 +118,8 @@ def place(
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
             shared, crowded_out = _crowd_out(candidate, needs, budgets, guests, shared, room_nbytes=room, least=least_crowded_out)
-        if crowded_out:
-            on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out)
-            needed += on_device
+        on_device = candidate.snapshot_nbytes + sum(nbytes for _, nbytes in crowded_out) if crowded_out else 0
+        needed += on_device
 
     slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
@@ -133,6 +133,7 @@ def place(
         slots=shared.slots,
         pinned=bool(pinned),
         device_nbytes=budgets.device_nbytes,
+        expected_nbytes=max(budgets.device_nbytes, budgets.expected_nbytes),
         fixed_nbytes=pinned + on_device + gradient_limit + extra,
         least_nbytes=needed + extra,
         gradient_limit_nbytes=gradient_limit + extra,

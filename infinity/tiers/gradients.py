@@ -263,7 +263,11 @@ class Gradients:
         with self._lock:
             if self._batch is batch:
                 self._batch = None
-        self._transfer(batch.sent_nbytes, lambda: self._collect(batch))
+        try:
+            self._collect(batch)
+        finally:
+            batch.parts.clear()  # free the memory right before its bytes are given back
+            self.in_flight.add(-batch.sent_nbytes)
 
     def _note_arrival(self, chunk: ChunkState) -> None:
         chunk.gradient.squares = None
@@ -333,7 +337,6 @@ class Gradients:
         with self._open(batch.chunk) as memory:
             begin = now()
             moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
-            batch.parts.clear()  # free the memory before its bytes are given back
         marks = (moves[0][0], moves[-1][1]) if self.cuda else None
         self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 

@@ -701,3 +701,21 @@ def test_planner_names_no_more_slots_than_there_are_chunks():
     found = placed(num=3, weights="nvme", states="nvme", keep=False)
     assert found.slots == {WEIGHTS: 3, STATES: 3, GRADIENTS: 3}
     assert host_memory.WEIGHT_SLOTS > 3
+
+
+
+def test_more_of_the_device_is_planned_if_the_other_tiers_are_too_small():
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
+    config = infinity.Config(device="cpu", chunk_mib=1)
+
+    def on(nvme_budget, device=20 << 20, largest=0):
+        budgets = {"device_budget": device, "largest_budget": largest, "host_budget": 60 << 20, "nvme_budget": nvme_budget}
+        return arranged(model, config, deferred=True, **budgets)[2]
+
+    enough = min(nbytes for nbytes in range(0, 400 << 20, 4 << 20) if on(nbytes).nvme_nbytes <= nbytes)
+    assert on(enough, largest=90 << 20) == on(enough), "nothing changes if all fits"
+    more = on(enough - (8 << 20), largest=90 << 20)
+    assert (more.device_nbytes, more.expected_nbytes) == (90 << 20, 90 << 20)
+    assert more.nvme_nbytes <= enough - (8 << 20) < on(enough - (8 << 20)).nvme_nbytes
+    assert more.least_nbytes > 20 << 20 and more.num_crowded_out > on(enough).num_crowded_out
+    assert on(0, largest=90 << 20) == on(0, device=90 << 20), "the drive refuses the excess"

@@ -98,11 +98,11 @@ class DeviceBudget:
             if meter.room_for(growth) < self.budget_nbytes + self.tier.waiting_nbytes:
                 self._end_waiting()
             room = max(self.placement.least_nbytes, meter.room_for(growth) - self._beside_nbytes)  # the least also for a NaN
-        grows, failed, lacking = self.ranks.most([growth > 1 or not shapes, failed, max(0, self.budget_nbytes - room)])
+        grows, failed, lacking = self.ranks.most([growth > 1 or not shapes, failed, int(max(0, self.budget_nbytes - room))])
         if failed:
             self._retreat()
         elif lacking:
-            self._shrink(self.budget_nbytes - int(lacking))
+            self._shrink(self.budget_nbytes - lacking)
         if grows and not meter.is_on:
             self._needs_division = True
             meter.begin()

@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.memory.activation_meter import SLACK
-from infinity.engine.sizing import DEVICE_SHARES, Training, arrange, expected_device_nbytes, host_share, may_compress, records_may_visit
+from infinity.engine.sizing import DEVICE_SHARES, Training, arrange, expected_device_nbytes, host_share, largest_device_nbytes, may_compress, records_may_visit
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
@@ -193,6 +193,7 @@ def arrangement(
         Budgets(
             device_nbytes=device_budget,
             expected_nbytes=expected_device_nbytes(config, machine.device, auto_device_nbytes(machine)),
+            largest_nbytes=min(free, largest_device_nbytes(config, machine.device, auto_device_nbytes(machine))),
             host_nbytes=host_budget,
             nvme_nbytes=(machine.total("capacity") // share or None) if machine.drives else 0,
         ),
