@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.config import Config
 from infinity.engine.engine import Engine
 from infinity.engine.offload import cut_large_layers
-from infinity.engine.sizing import MOST_OF_FREE, host_share
+from infinity.engine.sizing import MOST_OF_FREE, PROGRAM_SHARE
 from infinity.errors import UsageError
 from infinity.model.deferred_init import Drawn, drawn_by
 from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_metadata, overwritten_by, parameters_in
@@ -54,7 +54,7 @@ def init(config: Config | None = None, *, window: int | None = None):
     """An engine manages the modules that are built inside the block.
 
     No process holds more than `window` bytes of their parameters in host memory or on the device, besides the module under construction.
-    Default: 15 % of free host memory and 40 % of free device memory, each at least 1 GiB. If all parameters together have at most `window`
+    Default: 8 % of free host memory and 40 % of free device memory, each at least 1 GiB. If all parameters together have at most `window`
     bytes (default 1 GiB), they hold their values when the block ends.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
@@ -82,7 +82,7 @@ def init(config: Config | None = None, *, window: int | None = None):
 def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, int]:
     """Bytes of each window, by kind of device. Equal on all ranks, because all ranks move the same parameters away."""
     free = host_free_nbytes() // ranks.num_local
-    taken = host_share("cuda", free) * free if config.host_memory == "auto" else config.host_memory
+    taken = (1 - PROGRAM_SHARE) * free if config.host_memory == "auto" else config.host_memory
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
         windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())

@@ -31,8 +31,8 @@ from infinity.system.ranks import Ranks
 from infinity.system.swap import MEASURE_FROM_NBYTES
 
 ACTIVATION_SHARE = 1 / 4  # least share of host memory for activations, if they live there
-HOST_SHARES = {"cuda": 0.92, "cpu": 0.5}  # most of the free host memory for host_memory="auto"
-PROGRAM_NBYTES, PROGRAM_SHARE = 8 << 30, 0.13  # host memory left to the program beside CUDA: so many bytes, or this share if that is less
+HOST_SHARES = {"cuda": 0.92, "cpu": 0.5}  # largest share of free host memory for host_memory="auto"
+PROGRAM_NBYTES, PROGRAM_SHARE = 8 << 30, 0.13  # host memory that a rank leaves to the program beside CUDA: the smaller of the two
 DEVICE_SHARES = {"cuda": 0.5, "cpu": 0.25}  # share of free device memory for device_memory="auto", until activations are measured
 EXPECTED_DEVICE_SHARES = {False: 0.8, True: 0.72}  # share of free CUDA memory that most steps leave to the engine; by `accumulating`
 LARGEST_DEVICE_SHARE = 0.84  # share of free CUDA memory to plan with if the other tiers are too small: activations have the rest
@@ -117,9 +117,10 @@ def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *
     some_may_be_late = any(spec.format.may_be_late for spec in cuts.specs)
     may_be_late = training.can_advance and some_may_be_late and config.compression != "off"
     ways = (True, False) if compresses and config.compression != "on" else (compresses,)
-    tries, largest = [budgets], budgets.largest_nbytes
-    if largest:
-        tries.append(dataclasses.replace(budgets, device_nbytes=largest, expected_nbytes=max(largest, budgets.expected_nbytes)))
+    tries, largest, needs = [budgets], budgets.largest_nbytes, cuts.needs
+    if largest and needs.keep and needs.on_device and needs.weights is needs.states is None:  # records may move to the device
+        expected = max(largest, budgets.expected_nbytes)
+        tries.append(dataclasses.replace(budgets, device_nbytes=largest, expected_nbytes=expected, holds_all=False))
     for each in tries:
         is_last, nvme_nbytes = each is tries[-1], each.nvme_nbytes
 

@@ -223,7 +223,7 @@ class _Sharing:
             pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
             if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
                 on_nvme, num_late = self.in_slots, 1
-        if self.needs.updates_follow:
+        if self.needs.updates_follow and not self.needs.accumulates and self.budgets.host_share == 1:  # otherwise activations may need the rest
             self._add_record_slots(self.left + self.reserved - pool_nbytes)
         if self.needs.deferred and self.budgets.nvme_nbytes is not None:
             self._leave_on_device(self.budgets.nvme_nbytes - self.nbytes_in(NVME, on_nvme))
@@ -240,12 +240,14 @@ class _Sharing:
 
     def _add_record_slots(self, left_nbytes: int) -> None:
         """Add slots for records whose homes the configuration has put on NVMe: [Note: states read ahead of step()] in chunk_updates.py."""
-        counts = [*self.slots(self.counts).values()]
-        kinds = [index for index, kind in enumerate((WEIGHTS, STATES)) if counts[index] < self._num_sharing(kind)]
-        if 1 in kinds:
-            more = left_nbytes // sum(max(self.in_slots[KINDS[index]]) for index in kinds)
-            for index in kinds:
-                self.counts[index] = counts[index] + more
+        for kinds in ((WEIGHTS, STATES), (STATES,)):  # an update needs both; at last, all weights have slots
+            counts = self.slots(self.counts)
+            lacking = [self._num_sharing(kind) - counts[kind] for kind in kinds]
+            nbytes = sum(max(self.in_slots[kind]) for kind in kinds)
+            more = min(left_nbytes // max(1, nbytes), *lacking)
+            for kind in kinds:
+                self.counts[KINDS.index(kind)] = counts[kind] + more
+            left_nbytes -= more * nbytes
 
     def _leave_on_device(self, left_nbytes: int) -> None:
         """If NVMe is full, gradients that usually wait on the device have no other place. left_nbytes: free bytes on NVMe, perhaps negative."""

@@ -36,14 +36,15 @@ class Needs:
 class Budgets:
     """Memory budgets of a rank. device_nbytes: sufficient whatever activations take. expected_nbytes: the engine's likely device memory once
     activations are known, if more than device_nbytes. largest_nbytes: replaces device_nbytes if host memory and NVMe are too small for the
-    rest. nvme_nbytes: records beyond this size live on the device if the user leaves the choice to the engine; None if unknown. host_share:
-    share of the host budget for records, and for their buffers if some are on NVMe.
+    rest. holds_all: the device may hold all states. nvme_nbytes: records beyond this size live on the device if the user leaves the choice
+    to the engine; None if unknown. host_share: share of the host budget for records, and for their buffers if some are on NVMe.
     """
 
     device_nbytes: int
     host_nbytes: int
     expected_nbytes: int = 0
     largest_nbytes: int = 0
+    holds_all: bool = True
     nvme_nbytes: int | None = None
     host_share: float = 1.0
 

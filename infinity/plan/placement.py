@@ -55,8 +55,8 @@ class Placement:
     total memory.
 
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
-    budget. expected_nbytes: the likely one once activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of them by gradients; the rest is for spans that come and go.
-    least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes for gradients of late
+    budget. expected_nbytes: the likely one after activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of
+    them by gradients; the rest is for spans that come and go. least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes for gradients of late
     moments. num_late: late updates in a row. num_crowded_out: trainable spans, from the first on, whose records live on the device
     because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
     for step() without a place in host memory. These gradients stay on the device as far as there is room. In an engine's placement,
@@ -107,7 +107,7 @@ def place(
 
     guests = Guests()
     may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
-    crowded_out: list[tuple[int, int]] = []  # spans with their bytes on the device
+    crowded_out: list[tuple[int, int]] = []  # (span, its bytes on the device)
     if needs.states == DEVICE:
         homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
@@ -159,7 +159,7 @@ def _settled(candidate: Candidate, needs: Needs, budgets: Budgets) -> Needs:
     weights, states = needs.weights, needs.states
     if not needs.on_device:
         return needs
-    if weights is None and states in (None, DEVICE) and needs.keep and whole_nbytes <= budgets.device_nbytes:
+    if weights is None and states in (None, DEVICE) and needs.keep and budgets.holds_all and whole_nbytes <= budgets.device_nbytes:
         weights = states = DEVICE
     if states == DEVICE and weights != DEVICE:
         _require_whole(whole_nbytes, budgets.device_nbytes)

@@ -159,7 +159,7 @@ def keeps(kind: str, *, keep: bool, weights_wanted: bool) -> bool:
 
 class Requests:
     """Requests that wait for a host copy: see [Note: order of grants]. Each has a `chunk` and a `kind`. `pin` is false for read-ahead.
-    `number` is the order of asking, set by `ask`.
+    `number` is the order of asking, and `is_dropped` tells that nothing grants the request any more; `ask` sets both.
     """
 
     def __init__(self):
@@ -180,7 +180,9 @@ class Requests:
         request.number = self._num_asked
         self._num_asked += 1
         if request.pin:
-            self._ahead = [r for r in self._ahead if (r.chunk, r.kind) != (request.chunk, request.kind)]
+            for dropped in [r for r in self._ahead if (r.chunk, r.kind) == (request.chunk, request.kind)]:
+                self._ahead.remove(dropped)
+                dropped.is_dropped = True
             if urgent:
                 self._urgent_until[request.kind] = request.number
 

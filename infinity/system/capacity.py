@@ -55,11 +55,17 @@ class CudaGauge:
         return self.capacity_nbytes() - torch.cuda.memory_allocated(self.device)
 
     def peak_nbytes(self) -> int:
-        """The most bytes allocated at once since the last call."""
-        peak = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]["peak"]  # a measured step asks often
-        _most_nbytes[self.device] = max(peak, _most_nbytes.get(self.device, 0))
+        """The most bytes allocated at once since the last call, or a little more if other threads allocate meanwhile."""
+        before = self._allocated()
         torch.cuda.reset_peak_memory_stats(self.device)
+        between = self._allocated()["allocated"] - before["allocated"]  # no peak between the two calls is lost
+        peak = max(before["peak"], before["current"] + between)
+        _most_nbytes[self.device] = max(peak, _most_nbytes.get(self.device, 0))
         return peak
+
+    def _allocated(self) -> dict[str, int]:
+        """Bytes of tensors: current, peak, and allocated so far. The nested form takes the least time, and a measured step asks often."""
+        return torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
 
     def num_failures(self) -> int:
         """The number of failed allocations on the device so far, of all callers; 0 if the allocator does not report failures."""

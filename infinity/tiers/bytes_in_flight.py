@@ -21,11 +21,12 @@ class BytesInFlight:
         self._tier, self._lane, self._events, self._failure = tier, lane, events, failure
         self._changed = Monitor()
 
-    def add(self, nbytes: int) -> None:
-        """Bytes leave for host memory; a negative number: bytes have left the device."""
+    def add(self, nbytes: int, *, is_booked: bool = False) -> None:
+        """Bytes leave for host memory; a negative number: bytes have left the device. is_booked: the tier counts them already."""
         with self._changed:
             self.nbytes += nbytes
-            self._tier.book(nbytes)
+            if not is_booked:
+                self._tier.book(nbytes)
             self._changed.notify_all()
 
     def wait_for_room(self) -> None:

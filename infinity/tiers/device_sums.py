@@ -41,7 +41,7 @@ class DeviceSums:
         self.registry, self.tier, self.ranks = weights.registry, weights.tier, weights.ranks
         self._here: dict[ChunkState, int] = {}  # sums on the device -> their bytes
         self._earlier: set[ChunkState] = set()  # have sums of earlier rounds in host memory
-        self._leaving: deque[tuple[Job, int, int]] = deque()  # (job, bytes of room, bytes of memory)
+        self._leaving: deque[tuple[Job, int]] = deque()  # (job, bytes of room)
         self._waiting: list[ChunkState] = []  # chunks with memory for a gradient that waits
         self._nbytes = 0  # room of all sums, those that leave included
 
@@ -124,7 +124,7 @@ class DeviceSums:
             else:
                 job = self.gradients.send(chunk, arrived, memory)
                 chunk.gradient.come_by(job)
-                self._leaving.append((job, nbytes, memory.nbytes))
+                self._leaving.append((job, nbytes))
 
     def close(self) -> None:
         """The step brings no more gradients."""
@@ -141,18 +141,17 @@ class DeviceSums:
             memory, _ = chunk.gradient.leave()
             self._take(-nbytes)
             if memory is not None:
-                self.tier.book(-memory.nbytes)
+                self.gradients.memory.free_left(memory)
         self._forget_unused()
 
     def _free_room(self, most: int | None = None) -> None:
         """Give back the room of sums that have left. Wait for sums that are leaving until at most `most` bytes are taken."""
         while self._leaving and ((not self.ranks.are_several and self._leaving[0][0].done) or (most is not None and self._nbytes > most)):
-            job, room_nbytes, nbytes = self._leaving.popleft()
+            job, nbytes = self._leaving.popleft()
             try:
                 job.wait()
             finally:
-                self._take(-room_nbytes)
-                self.tier.book(-nbytes)
+                self._take(-nbytes)
 
     def _evict(self) -> None:
         """Evict the spans with the farthest next use until the sums fit."""

@@ -51,7 +51,7 @@ class ReduceScatter:
     def begin(self, chunk: ChunkState) -> tuple[Job, int]:
         """Begin the reduce-scatter of a chunk; a rank without a gradient contributes zeros. All ranks must make this call at the same point.
 
-        Returns the job, whose result is (shard, event), and the number of bytes of the flat buffer.
+        Returns the job, whose result is (shard, event), and the number of bytes of the flat buffer, which stay booked.
         """
         unreduced, chunk.gradient.unreduced = chunk.gradient.unreduced, Unreduced()
         flat, used = unreduced.flat, unreduced.used
@@ -64,9 +64,7 @@ class ReduceScatter:
         ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         self.num_begun += 1
         job = self.lane.push(lambda: self._run(chunk, flat, ready), chunk.title)
-        nbytes = flat.numel() * flat.element_size()
-        self.tier.book(-nbytes)
-        return job, nbytes
+        return job, flat.numel() * flat.element_size()
 
     def drop(self, chunk: ChunkState) -> None:
         """Forget this rank's contribution."""
@@ -76,9 +74,13 @@ class ReduceScatter:
 
     def _flat(self, chunk: ChunkState) -> torch.Tensor:
         numel = chunk.chunk.partition.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
-        flat = torch.zeros(numel, dtype=TORCH_DTYPES[chunk.chunk.format.compute], device=self.device)
-        self.tier.book(flat.numel() * flat.element_size())
-        return flat
+        dtype = TORCH_DTYPES[chunk.chunk.format.compute]
+        self.tier.book(numel * dtype.itemsize)
+        try:
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+        except BaseException:
+            self.tier.book(-numel * dtype.itemsize)
+            raise
 
     def _run(self, chunk: ChunkState, flat: torch.Tensor, ready):
         start, marks = now(), None

@@ -138,10 +138,10 @@ class Gradients:
         if chunk.must_wait and not chunk.gradient.is_there and not chunk.gradient_on_device:
             self.wait_on_device(chunk)
         scattered, nbytes = self.reduce_scatter.begin(chunk)
-        self.in_flight.add(nbytes)
+        self.in_flight.add(nbytes, is_booked=True)
         params = list(chunk.whole_pieces)
         collect = lambda: self._collect_shard(chunk, scattered, params)
-        chunk.gradient.job = self.gc.push(lambda: self._transfer(nbytes, collect), chunk.title)
+        chunk.gradient.job = self.gc.push(lambda: self._transfer(nbytes, collect, []), chunk.title)
         chunk.gradient.squares = None
 
     def drop(self, chunk: ChunkState) -> None:
@@ -193,6 +193,8 @@ class Gradients:
         with self._open(chunk) as target:
             begin = now()
             marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
+        if left is not None:
+            self.memory.free_left(left)
         self.memory.free_for_step(chunk)
         self.events.moved("d2h", chunk.index, target.nbytes, begin, now(), marks)
 
@@ -263,11 +265,7 @@ class Gradients:
         with self._lock:
             if self._batch is batch:
                 self._batch = None
-        try:
-            self._collect(batch)
-        finally:
-            batch.parts.clear()  # free the memory right before its bytes are given back
-            self.in_flight.add(-batch.sent_nbytes)
+        self._transfer(batch.sent_nbytes, lambda: self._collect(batch), batch.parts)
 
     def _note_arrival(self, chunk: ChunkState) -> None:
         chunk.gradient.squares = None
@@ -325,11 +323,12 @@ class Gradients:
     def _tensor(self, lease: Lease) -> torch.Tensor:
         return lease.entries[GRADIENTS].memory.tensor(self.dtype(lease.chunk), 0, lease.chunk.record.numel)
 
-    def _transfer(self, nbytes: int, work: Callable[[], None]) -> None:
-        """Run a transfer in the gc lane. Afterwards `nbytes` bytes have left the device, also if the transfer fails."""
+    def _transfer(self, nbytes: int, work: Callable[[], None], parts: list) -> None:
+        """Run a transfer in the gc lane. Afterwards `nbytes` bytes have left the device, those of `parts`, also if the transfer fails."""
         try:
             work()
         finally:
+            parts.clear()
             self.in_flight.add(-nbytes)
 
     def _collect(self, batch: Batch) -> None:

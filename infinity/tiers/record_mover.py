@@ -35,7 +35,7 @@ from infinity.tiers.chunk_state import ChunkState
 class Request(Job):
     """A request for one kind of segments of a chunk in host memory. The result is the entry. With `pin`, the entry is pinned."""
 
-    __slots__ = ("_writer", "chunk", "kind", "number", "pin")
+    __slots__ = ("_writer", "chunk", "is_dropped", "kind", "number", "pin")
 
     def __init__(self, chunk: ChunkState, kind: str, pin: bool, writer: Lane):
         """writer: the lane whose writes free slots."""
@@ -43,6 +43,7 @@ class Request(Job):
         self.chunk = chunk
         self.kind = kind
         self.pin = pin
+        self.is_dropped = False
         self._writer = writer
 
     @property
@@ -51,9 +52,9 @@ class Request(Job):
 
     @property
     def is_read(self) -> bool:
-        """Whether the copy is in host memory, or the request has failed."""
+        """Whether the copy is in host memory, or this request brings none: it has failed, or was dropped for another one."""
         source = self.result.source if self.done and self.result is not None else None
-        return self.done and (source is None or source.done)
+        return self.is_dropped or (self.done and (source is None or source.done))
 
     def in_words(self) -> str:
         return _room(self.chunk, self.kind)

@@ -152,10 +152,11 @@ class SpanState:
 
 class DeviceTier:
     """Device memory of all spans, and the budget. The training thread allocates and frees, or a thread that the training thread waits for.
-    Any thread may `book`: before it allocates, and after it has freed.
+    Any thread may call `book`: before it allocates memory, and after it has freed memory.
 
-    before_change: called, under a lock, before `held_nbytes` changes; None if no caller needs this. on_allocated(nbytes): called after an allocation for a span; None if no caller needs this. counts_waiting: gradients that wait lower the limit
-    of running ops. On several ranks they do not: a lane frees these gradients, and the ranks must evict alike.
+    before_change: called under a lock, before `held_nbytes` changes; None if no caller needs this. on_allocated(nbytes): called after an
+    allocation for a span; None if no caller needs this. counts_waiting: gradients that wait lower the limit of running ops. On several ranks
+    they do not: a lane frees these gradients, and the ranks must evict alike.
     """
 
     def __init__(self, budget_nbytes: int, on_allocated: Callable[[int], None] | None = None, *, counts_waiting: bool = True):
@@ -168,7 +169,7 @@ class DeviceTier:
         self.waiting_nbytes = 0  # of `other_nbytes`: gradients that wait for their updates in memory that is freed then
         self.peak_nbytes = 0
         self.before_change: Callable[[], None] | None = None
-        self._lock = threading.RLock()  # a garbage collection inside may free memory of the engine
+        self._lock = threading.RLock()  # `before_change` may run a finalizer, and this may free memory of the engine
 
     def fits(self, nbytes: int) -> bool:
         return self.used_nbytes + nbytes <= self.budget_nbytes
@@ -228,17 +229,20 @@ class DeviceTier:
         """All device memory that the engine holds."""
         return self.used_nbytes + self.other_nbytes
 
-    def note_allocations(self) -> None:
-        """Call `before_change` without a change."""
-        self._change()
+    def between_changes(self, work: Callable[[], object]) -> object:
+        """Run a function while `held_nbytes` does not change."""
+        with self._lock:
+            return work()
 
     def _change(self, *, used: int = 0, other: int = 0) -> None:
         with self._lock:
-            if self.before_change is not None:
-                self.before_change()
-            self.used_nbytes += used
-            self.other_nbytes += other
-            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+            try:
+                if self.before_change is not None:
+                    self.before_change()
+            finally:
+                self.used_nbytes += used
+                self.other_nbytes += other
+                self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
 
 
 def no_room(spans: Iterable[SpanState], tier: DeviceTier) -> BudgetError:

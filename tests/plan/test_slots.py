@@ -160,7 +160,7 @@ class Reads:
 
     def request(self, chunk, kind, *, pin):
         assert kind == STATES and not pin
-        self.asked.append(SimpleNamespace(chunk=chunk, is_read=False))
+        self.asked.append(SimpleNamespace(chunk=chunk, is_read=False, is_dropped=False))
         return self.asked[-1]
 
     @property
@@ -195,6 +195,23 @@ def test_states_ahead_wait_for_the_last_update_of_their_chunk():
     reads.cache.unpin(entry, keep=False)
     ahead.advance()
     assert reads.order == [5, 4]
+
+
+def test_a_dropped_read_ahead_makes_room_for_the_next():
+    requests, reads = Requests(), Reads(6)
+
+    def request(chunk, kind, *, pin):
+        made = reads.request(chunk, kind, pin=pin)
+        made.kind, made.pin = kind, pin
+        requests.ask(made, urgent=False)
+        requests.put(made)
+        return made
+
+    ahead = StatesAhead(CHUNKS, reads.cache, request)
+    ahead.advance()
+    requests.ask(SimpleNamespace(chunk=CHUNKS[5], kind=STATES, pin=True), urgent=True)
+    assert [made.is_dropped for made in reads.asked] == [True, False]
+    assert [waiting.chunk.index for waiting in requests] == [4]
 
 
 def test_without_slots_no_states_are_read_ahead():

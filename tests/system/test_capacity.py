@@ -47,19 +47,22 @@ class ScriptedAllocator:
     """An allocator with one peak, which a reset clears, like CUDA's."""
 
     def __init__(self):
-        self.allocated = self.peak = 0
+        self.allocated = self.peak = self.total = 0
+        self.before_reset = lambda: None
 
     def take(self, nbytes):
         self.allocated += nbytes
+        self.total += max(0, nbytes)
         self.peak = max(self.peak, self.allocated)
 
     def max_memory_allocated(self, device):
         return self.peak
 
     def memory_stats_as_nested_dict(self, device):
-        return {"allocated_bytes": {"all": {"peak": self.peak}}}
+        return {"allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak, "allocated": self.total}}}
 
     def reset_peak_memory_stats(self, device):
+        self.before_reset()
         self.peak = self.allocated
 
 
@@ -78,6 +81,19 @@ def test_the_programs_peak_survives_resets_by_op_measurements(monkeypatch):
     assert [gauge.most_nbytes() for gauge in gauges] == [700, 700]
     allocator.take(900)
     assert gauges[0].most_nbytes() == 900
+
+
+def test_a_peak_between_the_reading_and_the_reset_is_not_lost(monkeypatch):
+    allocator = ScriptedAllocator()
+    for name in ("max_memory_allocated", "memory_stats_as_nested_dict", "reset_peak_memory_stats"):
+        monkeypatch.setattr(f"torch.cuda.{name}", getattr(allocator, name))
+    monkeypatch.delattr(torch._C, "_cuda_attach_out_of_memory_observer", raising=False)
+    gauge = capacity.CudaGauge(torch.device("cuda", 7))
+    allocator.take(50)
+    allocator.before_reset = lambda: (allocator.take(300), allocator.take(-300))  # another thread
+    assert gauge.peak_nbytes() == 350
+    allocator.before_reset = lambda: None
+    assert gauge.peak_nbytes() == 50
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -96,19 +96,24 @@ class ActivationMeter:
 
     def end_op(self) -> None:
         """The peak so far belongs to the last op."""
-        self.tier.note_allocations()
-        taken, self._taken_nbytes = self._taken_nbytes, 0
+        taken = self.tier.between_changes(self._take_peak)
         self.op_nbytes[self._op] = max(taken, self.op_nbytes.get(self._op, 0))
         self.on_op(taken)
 
     def _note_peak(self) -> None:
-        """The bytes of the engine change next, in any thread. Bytes that are not the engine's are exact only between two changes."""
-        self._taken_nbytes = max(self._taken_nbytes, self.gauge.peak_nbytes() - self.tier.held_nbytes)
+        """Called before the engine's bytes change, in any thread. Between two changes these bytes are constant, so the peak minus these bytes is
+        the op's."""
+        taken = self.gauge.peak_nbytes() - self.tier.held_nbytes
+        self._taken_nbytes = max(self._taken_nbytes, taken)
+
+    def _take_peak(self) -> int:
+        self._note_peak()
+        taken, self._taken_nbytes = self._taken_nbytes, 0
+        return taken
 
     def rebase(self) -> None:
         """Allocations since the last op's end are the engine's, and belong to no op."""
-        self.gauge.peak_nbytes()
-        self._taken_nbytes = 0
+        self.tier.between_changes(self._take_peak)
 
     def note_measured(self) -> None:
         """The new inputs of the step are measured."""

@@ -19,17 +19,17 @@ from infinity.tools.predict.links import Links
 class PlayedRequest:
     """A request for a host copy. `entry` is set when the request is granted."""
 
-    __slots__ = ("chunk", "entry", "granted", "kind", "number", "pin")
+    __slots__ = ("chunk", "entry", "granted", "is_dropped", "kind", "number", "pin")
 
     def __init__(self, chunk, kind: str, pin: bool):
         self.chunk, self.kind, self.pin = chunk, kind, pin
-        self.granted = Flag()
+        self.granted, self.is_dropped = Flag(), False
         self.entry: Entry | None = None
 
     @property
     def is_read(self) -> bool:
         source = self.entry.source if self.entry is not None else None
-        return self.granted.raised and (source is None or source.raised)
+        return self.is_dropped or (self.granted.raised and (source is None or source.raised))
 
 
 class _Slots:

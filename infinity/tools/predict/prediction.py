@@ -14,7 +14,16 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.memory.activation_meter import SLACK
-from infinity.engine.sizing import DEVICE_SHARES, Training, arrange, expected_device_nbytes, host_share, largest_device_nbytes, may_compress, records_may_visit
+from infinity.engine.sizing import (
+    DEVICE_SHARES,
+    Training,
+    arrange,
+    expected_device_nbytes,
+    host_share,
+    largest_device_nbytes,
+    may_compress,
+    records_may_visit,
+)
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
