@@ -82,7 +82,7 @@ class Config:
 
     host_memory: int | str = "auto"
     """Limit of the pinned host memory of this rank: bytes, "48GiB", or "auto" for a share of the free host memory. If `param_tier` or
-    `optimizer_state_tier` is "nvme" and updates follow step(), the engine fills the rest with copies of records that it reads ahead."""
+    `optimizer_state_tier` is "nvme", and clipped steps have one backward pass, the engine fills the rest with copies of records."""
 
     device_memory: int | str = "auto"
     """Limit of the device memory that the engine itself uses: bytes, "20GiB", or "auto" for the memory that activations leave free."""
