@@ -220,14 +220,18 @@ def expected_device_nbytes(config: Config, device: str, device_nbytes: int, *, a
     """Device bytes that the engine probably has once activations are measured. Until then the engine plans with device_nbytes. 0 if this
     number will not change: with a configured budget, and on the CPU. accumulating: micro-batches that pass the model together need more for
     activations."""
-    chosen = config.device_memory == "auto" and device == "cuda"
-    return int(device_nbytes * EXPECTED_DEVICE_SHARES[accumulating] / DEVICE_SHARES["cuda"]) if chosen else 0
+    return _auto_nbytes(config, device, device_nbytes, EXPECTED_DEVICE_SHARES[accumulating])
 
 
 def largest_device_nbytes(config: Config, device: str, device_nbytes: int) -> int:
     """Device bytes to plan with if host memory and NVMe are too small beside device_nbytes; 0 if only device_nbytes is possible."""
+    return _auto_nbytes(config, device, device_nbytes, LARGEST_DEVICE_SHARE)
+
+
+def _auto_nbytes(config: Config, device: str, device_nbytes: int, share: float) -> int:
+    """Another share of the free CUDA memory of which device_nbytes is the usual one; 0 with a configured budget, and on the CPU."""
     chosen = config.device_memory == "auto" and device == "cuda"
-    return int(device_nbytes * LARGEST_DEVICE_SHARE / DEVICE_SHARES["cuda"]) if chosen else 0
+    return int(device_nbytes * share / DEVICE_SHARES["cuda"]) if chosen else 0
 
 
 def records_may_visit(config: Config, layout: Layout) -> bool:

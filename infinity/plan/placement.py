@@ -26,7 +26,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # chunk_updates.py). The remaining memory is a pool for gradients of late moments ([Note: late moments] in late_moments.py). The pool must
 # hold one gradient of each record that stays on NVMe. Without coded floats the pool saves four bytes per byte for the first update in a
 # row, and comes before states, which share the rest with the pool. If NVMe is too small for the rest, the first records are crowded out:
-# they live on the device, because nothing there could hide their update.
+# they live on the device, because nothing there could hide their update. If half of the device is too small for this, the plan is made
+# again with more of it (`_choose` in sizing.py). If the configuration puts records on NVMe and updates follow step(), the memory that is left
+# goes to slots for these records ([Note: states read ahead of step()] in chunk_updates.py).
 
 from __future__ import annotations
 
@@ -56,12 +58,13 @@ class Placement:
 
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
     budget. expected_nbytes: the likely one after activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of
-    them by gradients; the rest is for spans that come and go. least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes are for buffers, and pool_nbytes for gradients of late
-    moments. num_late: late updates in a row. num_crowded_out: trainable spans, from the first on, whose records live on the device
-    because nothing else has room. visitors: chunks whose records usually have room on the device. may_stay: chunks whose gradients wait
-    for step() without a place in host memory. These gradients stay on the device as far as there is room. In an engine's placement,
-    may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more bytes of gradients are on their way to
-    the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have no place but the device.
+    them by gradients; the rest is for spans that come and go. least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes
+    are for buffers, and pool_nbytes for gradients of late moments. num_late: late updates in a row. num_crowded_out: trainable spans, from
+    the first on, whose records live on the device because nothing else has room. visitors: chunks whose records usually have room on the
+    device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
+    there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
+    bytes of gradients are on their way to the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have
+    no place but the device.
     """
 
     homes: dict[str, tuple[Tier, ...]]

@@ -1,4 +1,4 @@
-"""Host copies and their slots: the order of grants, and the choice of the copy that loses a slot.
+"""Host copies and their slots: the order of grants, the choice of the copy that loses a slot, and the states that are read ahead of step().
 
 Pure policy, used by an engine's records and by the simulator. Knows chunks by their index, and distances to their next use. Must not know
 bytes, links or locks: the owner calls one method at a time.

@@ -25,14 +25,8 @@ class GradientMemory:
         is on the stream of the gc link, where it does not lie between activations.
         """
         dtype = TORCH_DTYPES[chunk.chunk.format.gradient]
-        nbytes = chunk.record.numel * dtype.itemsize
-        self.tier.book(nbytes)
-        try:
-            with torch.cuda.stream(None if for_step else self.stream):
-                memory = torch.zeros(chunk.record.numel, dtype=dtype, device=self.device)
-        except BaseException:
-            self.tier.book(-nbytes)
-            raise
+        with self.tier.booked(chunk.record.numel * dtype.itemsize), torch.cuda.stream(None if for_step else self.stream):
+            memory = torch.zeros(chunk.record.numel, dtype=dtype, device=self.device)
         chunk.gradient.take(DeviceShard(memory))
         self.set_for_step(chunk.gradient.device_shard, for_step)
 

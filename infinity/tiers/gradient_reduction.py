@@ -75,12 +75,8 @@ class ReduceScatter:
     def _flat(self, chunk: ChunkState) -> torch.Tensor:
         numel = chunk.chunk.partition.world * (chunk.chunk.shard_numel + len(chunk.whole_pieces))
         dtype = TORCH_DTYPES[chunk.chunk.format.compute]
-        self.tier.book(numel * dtype.itemsize)
-        try:
+        with self.tier.booked(numel * dtype.itemsize):
             return torch.zeros(numel, dtype=dtype, device=self.device)
-        except BaseException:
-            self.tier.book(-numel * dtype.itemsize)
-            raise
 
     def _run(self, chunk: ChunkState, flat: torch.Tensor, ready):
         start, marks = now(), None

@@ -19,9 +19,10 @@ Knows spans, their parameters and device memory. Must not know plans, records or
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -182,13 +183,8 @@ class DeviceTier:
     def allocate(self, span: SpanState) -> None:
         if span.allocated:
             return
-        nbytes = 0 if span.pinned else span.nbytes
-        self._change(used=nbytes)
-        try:
+        with self._counted(used=0 if span.pinned else span.nbytes):
             span.storage.resize_(span.nbytes)
-        except BaseException:
-            self._change(used=-nbytes)
-            raise
         if span.flat is None:
             span.flat = flat_tensor(span.storage, span.dtype, span.span.numel)
         span.allocated = True
@@ -205,6 +201,10 @@ class DeviceTier:
     def book(self, nbytes: int) -> None:
         """Count other memory of the engine: gradients in transit, pinned spans, optimizer states on the device."""
         self._change(other=nbytes)
+
+    def booked(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
+        """Memory that is allocated inside the context counts as by `book`, unless the allocation fails."""
+        return self._counted(other=nbytes)
 
     def note_waiting(self, nbytes: int) -> None:
         """Gradients of so many bytes, which `book` counts, wait for their updates. A negative number: they no longer do."""
@@ -233,6 +233,15 @@ class DeviceTier:
         """Run a function while `held_nbytes` does not change."""
         with self._lock:
             return work()
+
+    @contextlib.contextmanager
+    def _counted(self, *, used: int = 0, other: int = 0) -> Iterator[None]:
+        self._change(used=used, other=other)
+        try:
+            yield
+        except BaseException:
+            self._change(used=-used, other=-other)
+            raise
 
     def _change(self, *, used: int = 0, other: int = 0) -> None:
         with self._lock:
