@@ -11,6 +11,7 @@ from infinity.plan import host_memory
 from infinity.plan import placement as planner
 from infinity.plan.record import GRADIENTS, STATES
 from infinity.plan.tiers import DEVICE
+from infinity.system.events import Events
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,3 +115,31 @@ def test_updates_proceed_if_gradients_without_extents_fill_all_slots(way, small_
         placement = engine.placement
     small_drive(placement.nvme_nbytes - int(0.3 * sum(placement.sizes[GRADIENTS])))
     assert_same_states(loop.run(tmp_path, **crowded)[1], expected[1])
+
+
+@pytest.mark.parametrize("device_kib", [256, 384])
+def test_gradients_on_the_device_never_move_to_nvme(device_kib, small_drive, monkeypatch, tmp_path):
+    for name in ("GRADIENT_SLOTS", "WEIGHT_SLOTS", "STATE_SLOTS"):
+        monkeypatch.setattr(host_memory, name, 3)
+    loop, options, update = WAYS["clip"]
+    crowded = {"options": options, "update": update, "device_memory": f"{device_kib}KiB", "host_memory": "96KiB"}
+    with training(loop.make, tmp_path, **crowded) as (_, engine, _):
+        placement = engine.placement
+    small_drive(placement.nvme_nbytes - int(0.5 * sum(placement.sizes[GRADIENTS])))
+    moves, moved = [], Events.moved
+
+    def noted(self, link, what, *args, **options):
+        moves.append((link, what))
+        return moved(self, link, what, *args, **options)
+
+    monkeypatch.setattr(Events, "moved", noted)
+    with training(loop.make, tmp_path, **crowded) as (model, engine, optimizer):
+        for step in range(5):
+            if step == 2:
+                moves.clear()  # the division of the device has been made
+            loop.step(model, optimizer, step)
+        chunks = [chunk for span in engine.device_budget.staying for chunk in engine.registry.chunks_in(engine.registry.spans[span])]
+        assert {chunk.has_no_room_elsewhere for chunk in chunks} == {False, True}
+    staying = {chunk.index for chunk in chunks}
+    assert [(link, what) for link, what in moves if link == "nvme_write" and what[1] == GRADIENTS and what[0] in staying] == []
+    assert any(link == "nvme_write" and what[1] == STATES for link, what in moves)
