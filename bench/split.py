@@ -1,9 +1,10 @@
 """Steps with updates in backward, partly put off, or after step(), where drives and compute need about the same time.
 
-    python bench/split.py [--nvme DIR] [--layers 64] [--hidden 1536] [--forward-ms 18] [--backward-ms 54] [--rounds 3] [--steps 6]
+    python bench/split.py [--tier nvme] [--nvme DIR] [--layers 64] [--hidden 1536] [--forward-ms 18] [--backward-ms 54] [--rounds 3] [--steps 6]
 
-A chain of layers, all on NVMe, with nothing resident. A layer sleeps instead of computing, so a CPU acts as a device that needs no core.
-Modes alternate. `backward` is `split` with drives that never count as too slow.
+A chain of layers. A layer sleeps instead of computing, so a CPU acts as a device that needs no core. Modes alternate. With --tier nvme
+everything is on NVMe and nothing is resident. `backward` is `split` with drives that never count as too slow. With --tier host everything is
+in host memory, and updates follow step(): in one job, or in two, weights before moments.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from torch import nn
 
 import infinity
 
-MODES = ("backward", "split", "deferred")
+MODES = {"nvme": ("backward", "split", "deferred"), "host": ("one job", "two jobs")}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=MODES, default="nvme")
     parser.add_argument("--nvme", type=directory, help="a directory on the drive; a temporary one else")
     parser.add_argument("--layers", type=positive, default=64)
     parser.add_argument("--hidden", type=positive, default=1536, help="a layer has the square of it as parameters")
@@ -33,10 +35,10 @@ def main():
     options = parse(parser)
     torch.set_num_threads(1)
     compute = options.layers * (options.forward_ms + options.backward_ms) / 1e3
-    found = {mode: [] for mode in MODES}
+    found = {mode: [] for mode in MODES[options.tier]}
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         for number in range(options.rounds):
-            for mode in MODES:
+            for mode in found:
                 found[mode].append(measure(options, folder, mode))
                 print(f"round {number}: {mode:8s} {found[mode][-1]}", flush=True)
     seconds = {mode: [run["seconds"] for run in each] for mode, each in found.items()}
@@ -45,7 +47,7 @@ def main():
     if options.json:
         options.json.write_text(json.dumps({**given(options), "compute_seconds": compute, **found}, indent=1))
     if options.plot:
-        bars(options.plot, seconds, f"compute of {compute:.3g} s, all on NVMe")
+        bars(options.plot, seconds, f"compute of {compute:.3g} s, tier {options.tier}")
 
 
 def measure(options, folder, mode) -> dict:
@@ -53,13 +55,13 @@ def measure(options, folder, mode) -> dict:
     model = nn.Sequential(*(Timed(options) for _ in range(options.layers)))
     config = infinity.Config(
         swap_dirs=folder,
-        param_tier="nvme",
-        optimizer_state_tier="nvme",
-        residency="none",
+        param_tier=options.tier,
+        optimizer_state_tier=options.tier,
+        residency="none" if options.tier == "nvme" else "auto",
         compression="off",
         device="cpu",
-        update="deferred" if mode == "deferred" else "backward",
-        host_memory="3GiB",
+        update="backward" if mode in ("backward", "split") else "deferred",
+        host_memory="3GiB" if options.tier == "nvme" else "8GiB",
         device_memory="1GiB",
         chunk_mib=max(0.25, options.hidden**2 * 2 / 2**20),
     )
@@ -67,6 +69,7 @@ def measure(options, folder, mode) -> dict:
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
         if mode == "backward":
             engine.records.is_crowded = lambda kind: False
+        engine.updater.moments_follow = mode == "two jobs"
         x = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
         for step in range(3 + options.steps):
             if step == 3:

@@ -7,8 +7,10 @@
  *
  *   isas() -> tuple[str, ...]
  *       The members of ("scalar", "avx2", "avx512") that this CPU has, widest last.
- *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa)
+ *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa, stores)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither), and the gradient.
+ *       stores: 3; or 1, and the moments keep their old values; or 2, and only the moments change: weight and residual are 0,
+ *       and the update must be decoupled. After a call with 1 and a call with 2, all bits are those of one call with 3.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
  *       scalars: (grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
  *       step_size), each rounded to fp32 here, once. isa: one of isas(), or None for the widest.
@@ -164,17 +166,24 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
     *residual = (int16_t)(uint16_t)bits_of(*v);
 }
 
+#define WEIGHTS 1           /* of Update.stores */
+#define MOMENTS 2
+
 typedef struct {
     void *weight;
     int16_t *residual;          /* NULL: weight is fp32 */
     void *momentum, *variance;  /* fp32, or bf16 if dithered */
     const void *grad;
     int grad_is_fp32, decoupled, dithered;
+    int stores;                 /* WEIGHTS, MOMENTS or both */
     uint32_t key0, key1, index;
     float grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size;
     int flushes;        /* flush denormals if no result changes: [Note: denormals at full speed] */
     uint32_t least_g;   /* bits: from this scaled gradient on, its square and the term of v are normal */
 } Update;
+
+/* bf16 moments go with a split master, also in a call without weights. */
+INLINE int is_split(const Update *u) { return u->residual != NULL || !(u->stores & WEIGHTS); }
 
 /* A single element is updated with denormals kept. */
 INLINE int scalar_any_small(const float *m, const float *v, const float *p) { (void)m, (void)v, (void)p; return 0; }
@@ -482,7 +491,10 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
                                  int flushes)                                                                          \
     {                                                                                                                  \
         V p[COUNT], g[COUNT], m[COUNT], v[COUNT], p0[COUNT], g0[COUNT], m0[COUNT], v0[COUNT];                          \
-        if (is_split)                                                                                                  \
+        if (!(u->stores & WEIGHTS))                                                                                    \
+            for (int k = 0; k < COUNT; k++)                                                                            \
+                p[k] = isa##_set(0);                                                                                   \
+        else if (is_split)                                                                                             \
             isa##_join((uint16_t *)u->weight + i, u->residual + i, p);                                                 \
         else                                                                                                           \
             isa##_load((float *)u->weight + i, p);                                                                     \
@@ -518,14 +530,18 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
                 v[k] = isa##_one_nan(v[k]);                                                                            \
             }                                                                                                          \
         }                                                                                                              \
-        if (dithered) {                                                                                                \
+        if (!(u->stores & MOMENTS)) {                                                                                  \
+            ;                                                                                                          \
+        } else if (dithered) {                                                                                         \
             isa##_store_dithered((uint16_t *)u->momentum + i, (uint16_t *)u->variance + i, m, v,                       \
                                  u->index + (uint32_t)i, u->key0, u->key1);                                            \
         } else {                                                                                                       \
             isa##_store((float *)u->momentum + i, m);                                                                  \
             isa##_store((float *)u->variance + i, v);                                                                  \
         }                                                                                                              \
-        if (is_split)                                                                                                  \
+        if (!(u->stores & WEIGHTS))                                                                                    \
+            ;                                                                                                          \
+        else if (is_split)                                                                                             \
             isa##_split(p, (uint16_t *)u->weight + i, u->residual + i);                                                \
         else                                                                                                           \
             isa##_store((float *)u->weight + i, p);                                                                    \
@@ -535,7 +551,7 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
     TARGET static __attribute__((noinline)) void isa##_step_kept(const Update *u, size_t i)                            \
     {                                                                                                                  \
         set_mode(IEEE);                                                                                                \
-        isa##_step(u, i, u->residual != NULL, u->grad_is_fp32, 1, u->dithered, 0);                                     \
+        isa##_step(u, i, is_split(u), u->grad_is_fp32, 1, u->dithered, 0);                                             \
         set_mode(FLUSHING);                                                                                            \
     }                                                                                                                  \
                                                                                                                        \
@@ -545,9 +561,11 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
         const Update u = *update;   /* no store can change it */                                                       \
         set_mode(u.flushes ? FLUSHING : IEEE);                                                                         \
         for (; i + UNIT <= end; i += UNIT) {                                                                           \
-            prefetch(u.weight, is_split ? 2 : 4, i);                                                                   \
-            if (is_split)                                                                                              \
-                prefetch(u.residual, 2, i);                                                                            \
+            if (u.stores & WEIGHTS) {                                                                                  \
+                prefetch(u.weight, is_split ? 2 : 4, i);                                                               \
+                if (is_split)                                                                                          \
+                    prefetch(u.residual, 2, i);                                                                        \
+            }                                                                                                          \
             prefetch(u.momentum, dithered ? 2 : 4, i);                                                                 \
             prefetch(u.variance, dithered ? 2 : 4, i);                                                                 \
             prefetch(u.grad, fp32 ? 4 : 2, i);                                                                         \
@@ -563,7 +581,7 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
     TARGET static void isa##_adam(const void *update, size_t begin, size_t end)                                        \
     {                                                                                                                  \
         const Update *u = update;                                                                                      \
-        switch (u->dithered * 8 + (u->residual != NULL) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                    \
+        switch (u->dithered * 8 + is_split(u) * 4 + u->grad_is_fp32 * 2 + u->decoupled) {                              \
         case 0: isa##_steps(u, begin, end, 0, 0, 0, 0); break;                                                         \
         case 1: isa##_steps(u, begin, end, 0, 0, 1, 0); break;                                                         \
         case 2: isa##_steps(u, begin, end, 0, 1, 0, 0); break;                                                         \
@@ -890,18 +908,18 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     (void)module;
     Address weight, residual, momentum, variance, grad;
     Py_ssize_t numel;
-    int grad_is_fp32, decoupled, threads;
+    int grad_is_fp32, decoupled, threads, stores;
     double s[9];
     const char *name;
     PyObject *dither;
     unsigned key0 = 0, key1 = 0, index = 0;
-    if (!PyArg_ParseTuple(args, "KKKKKnp(ddddddddd)pOiz:adam", &weight, &residual, &momentum, &variance, &grad, &numel,
+    if (!PyArg_ParseTuple(args, "KKKKKnp(ddddddddd)pOizi:adam", &weight, &residual, &momentum, &variance, &grad, &numel,
                           &grad_is_fp32, &s[0], &s[1], &s[2], &s[3], &s[4], &s[5], &s[6], &s[7], &s[8], &decoupled,
-                          &dither, &threads, &name))
+                          &dither, &threads, &name, &stores))
         return NULL;
     if (dither != Py_None && !PyArg_ParseTuple(dither, "III:dither", &key0, &key1, &index))
         return NULL;
-    if (dither != Py_None && !residual)
+    if (dither != Py_None && !residual && (stores & WEIGHTS))
         return PyErr_Format(PyExc_ValueError, "dither goes with a split master only");
     const struct Isa *isa = name ? NULL : widest();
     for (int i = 0; name && i < num_isas(); i++)
@@ -912,7 +930,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     unsigned saved = set_mode(IEEE);   /* the rounding of a scalar is part of the arithmetic */
     Update u = {
         .weight = AT(weight), .residual = AT(residual), .momentum = AT(momentum), .variance = AT(variance), .grad = AT(grad),
-        .grad_is_fp32 = grad_is_fp32, .decoupled = decoupled, .dithered = dither != Py_None,
+        .grad_is_fp32 = grad_is_fp32, .stores = stores, .decoupled = decoupled, .dithered = dither != Py_None,
         .key0 = key0, .key1 = key1, .index = index,
         .grad_scale = (float)s[0], .decay_or_l2 = (float)s[1], .beta1 = (float)s[2], .one_minus_beta1 = (float)s[3],
         .beta2 = (float)s[4], .one_minus_beta2 = (float)s[5], .inv_sqrt_bias2 = (float)s[6], .eps = (float)s[7],

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ BLOCK_NUMEL = 1024
 _LANES = 32
 _FALLBACK_NUMEL = 1 << 22  # elements of a gradient that are squared in float64 at a time
 _GRAD_DTYPES = (torch.bfloat16, torch.float32)
+_WEIGHTS, _MOMENTS = 1, 2  # parts that a call of the kernel changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,11 @@ class AdamScalars:
             step_size=lr / (1 - beta1**step),
             decoupled=decoupled,
         )
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The factors, in the order of the kernels' arguments."""
+        return tuple(getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "decoupled")
 
     def scaled(self, grad_scale: float) -> AdamScalars:
         """The scalars for a gradient that is multiplied by grad_scale first."""
@@ -131,37 +138,88 @@ def adam_step(
     All give equal bits; every resulting NaN is 0x7FC00000. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks
     isa.
     """
+    _check_master(weight, residual, dither)
+    _check_moments(momentum, variance, grad, dither, like=weight)
+    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
+        keys = None if dither is None else (dither.key0, dither.key1, dither.index)
+        return _device_kernels().adam(weight, residual, momentum, variance, grad, scalars.numbers, scalars.decoupled, keys)
+    if isa == "torch" or weight.device.type != "cpu":
+        return _adam_torch(weight, residual, momentum, variance, grad, scalars, dither)
+    _call((weight, residual, momentum, variance, grad), scalars, dither, threads, isa, stores=_WEIGHTS | _MOMENTS)
+
+
+def adam_weights(
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    moments: tuple[torch.Tensor, torch.Tensor],
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    dither: Dither | None = None,
+    threads: int = 0,
+    isa: str | None = None,
+) -> None:
+    """The part of `adam_step` that changes weight and residual; `adam_moments` is the rest. In host memory, for a decoupled update only.
+
+    moments: (momentum, variance). Other arguments and errors as for `adam_step`.
+    """
+    _check_master(weight, residual, dither)
+    _check_moments(*moments, grad, dither, like=weight)
+    _check_part(weight, scalars)
+    _call((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=_WEIGHTS)
+
+
+def adam_moments(
+    moments: tuple[torch.Tensor, torch.Tensor],
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    *,
+    dither: Dither | None = None,
+    threads: int = 0,
+    isa: str | None = None,
+) -> None:
+    """The part of `adam_step` that changes the moments. Arguments and conditions as for `adam_weights`."""
+    _check_moments(*moments, grad, dither)
+    _check_part(grad, scalars)
+    _call((None, None, *moments, grad), scalars, dither, threads, isa, stores=_MOMENTS)
+
+
+def _call(
+    tensors: Sequence[torch.Tensor | None], scalars: AdamScalars, dither: Dither | None, threads: int, isa: str | None, *, stores: int
+) -> None:
+    """Call the kernel in C. tensors: weight, residual, momentum, variance, grad. stores: the parts that change."""
+    grad = tensors[-1]
+    _adam.adam(
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        grad.numel(),
+        grad.dtype == torch.float32,
+        scalars.numbers,
+        scalars.decoupled,
+        None if dither is None else (dither.key0, dither.key1, dither.index),
+        threads,
+        isa,
+        stores,
+    )
+
+
+def _check_master(weight: torch.Tensor, residual: torch.Tensor | None, dither: Dither | None) -> None:
     _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
     if residual is not None:
         _check(residual, "residual", torch.int16, like=weight)
     if dither is not None and residual is None:
         raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
-    moment_dtype = torch.float32 if dither is None else torch.bfloat16
-    _check(momentum, "momentum", moment_dtype, like=weight)
-    _check(variance, "variance", moment_dtype, like=weight)
-    _check(grad, "grad", *_GRAD_DTYPES, like=weight)
-    s = scalars
-    numbers = (s.grad_scale, s.decay_or_l2, s.beta1, s.one_minus_beta1, s.beta2, s.one_minus_beta2)
-    numbers += (s.inv_sqrt_bias2, s.eps, s.step_size)
-    keys = None if dither is None else (dither.key0, dither.key1, dither.index)
-    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
-        return _device_kernels().adam(weight, residual, momentum, variance, grad, numbers, s.decoupled, keys)
-    if isa == "torch" or weight.device.type != "cpu":
-        return _adam_torch(weight, residual, momentum, variance, grad, s, dither)
-    _adam.adam(
-        weight.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
-        momentum.data_ptr(),
-        variance.data_ptr(),
-        grad.data_ptr(),
-        weight.numel(),
-        grad.dtype == torch.float32,
-        numbers,
-        s.decoupled,
-        keys,
-        threads,
-        isa,
-    )
+
+
+def _check_moments(momentum: torch.Tensor, variance: torch.Tensor, grad: torch.Tensor, dither: Dither | None, like=None) -> None:
+    dtype = torch.float32 if dither is None else torch.bfloat16
+    _check(momentum, "momentum", dtype, like=like)
+    _check(variance, "variance", dtype, like=momentum)
+    _check(grad, "grad", *_GRAD_DTYPES, like=momentum)
+
+
+def _check_part(tensor: torch.Tensor, scalars: AdamScalars) -> None:
+    if tensor.device.type != "cpu" or not scalars.decoupled:
+        raise ValueError("only a decoupled update in host memory can change weights and moments apart")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infinity.formats.format import Format
-from infinity.optim.adam import AdamScalars, Dither, adam_step, store_dithered
+from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step, adam_weights, store_dithered
 from infinity.optim.shard import Shard
 
 _BLOCK_NUMEL = 1 << 16  # a multiple of the block of every storage
@@ -56,7 +56,14 @@ class Rule:
         return False
 
     def advance(
-        self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float, *, dither: Dither | None = None
+        self,
+        shard: dict[str, torch.Tensor],
+        grad: torch.Tensor,
+        scalars: Any,
+        grad_scale: float,
+        *,
+        dither: Dither | None = None,
+        threads: int = 1,
     ) -> None:
         """Update a shard's moments in place like `apply`, and nothing else. Arguments as of `apply`, in host memory."""
         raise NotImplementedError
@@ -116,33 +123,32 @@ class AdamRule(Rule):
         names = ("lr", "betas", "eps", "weight_decay")
         return AdamScalars.of(**{name: group[name] for name in names}, step=step, decoupled=self.decoupled)
 
-    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
-        moments = shard["momentum"], shard["variance"]
-        scalars = scalars.scaled(grad_scale)
+    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0, keeps_moments=False):
+        scalars, change = scalars.scaled(grad_scale), adam_weights if keeps_moments else _adam_step
         if shard.format.name in _FUSED:
-            adam_step(shard["weight"], shard.get("residual"), *moments, grad, scalars, dither=dither, threads=threads)
+            change(shard["weight"], shard.get("residual"), _moments(shard), grad, scalars, dither=dither, threads=threads)
             return
         block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
         for begin in range(0, grad.numel(), block):
             part = shard.part(begin, min(begin + block, grad.numel()))
             master = part.masters()
-            adam_step(master, None, part["momentum"], part["variance"], grad[begin : begin + block].float(), scalars, threads=threads)
+            change(master, None, _moments(part), grad[begin : begin + block].float(), scalars, threads=threads)
             part.codec.store(part, master)
 
     @property
     def can_advance(self):
         return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may compute another update
 
-    def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
-        scalars = scalars.scaled(grad_scale)
-        numel = min(_BLOCK_NUMEL, grad.numel())
-        weight = torch.zeros(numel, dtype=torch.float32 if dither is None else torch.bfloat16, device="cpu")  # a weight that nobody reads
-        residual = None if dither is None else torch.zeros(numel, dtype=torch.int16, device="cpu")
-        for begin in range(0, grad.numel(), _BLOCK_NUMEL):
-            part = slice(begin, begin + _BLOCK_NUMEL)
-            momentum, variance, g = shard["momentum"][part], shard["variance"][part], grad[part]
-            masters = weight[: g.numel()], None if residual is None else residual[: g.numel()]
-            adam_step(*masters, momentum, variance, g, scalars, dither=None if dither is None else dither.after(begin), threads=1)
+    def advance(self, shard, grad, scalars, grad_scale, *, dither=None, threads=1):
+        adam_moments(_moments(shard), grad, scalars.scaled(grad_scale), dither=dither, threads=threads)
+
+
+def _adam_step(weight, residual, moments, grad, scalars, **how) -> None:
+    adam_step(weight, residual, *moments, grad, scalars, **how)
+
+
+def _moments(shard: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return shard["momentum"], shard["variance"]
 
 
 class SGDRule(Rule):

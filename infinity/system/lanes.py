@@ -129,7 +129,8 @@ class Job:
 
 
 class Lane:
-    """One daemon thread that runs jobs first in, first out. Hurried jobs overtake others once they are ready.
+    """One daemon thread that runs jobs first in, first out. Hurried jobs overtake others once they are ready. Idle jobs run while no other job
+    waits, the newest first.
 
     does: a job's kind, in words, such as "an update".
     """
@@ -142,24 +143,33 @@ class Lane:
         self.abandoned: BaseException | None = None
         self._ended = False
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in order, each with a ready function
-        self._hurried: list[Job] = []  # jobs of the line in the order of `hurry`
+        self._idle: dict[Job, Callable[[], bool]] = {}  # idle jobs in order, likewise
+        self._has_idled = False  # an idle job has been pushed
+        self._hurried: list[Job] = []  # waiting jobs in the order of `hurry`
         self._changed = Monitor()  # guards the line and the end of the lane
         self._thread = threading.Thread(target=_on_this_device(self._loop), name=f"{THREADS}{name}", daemon=True)
         self._thread.start()
 
     def push(
-        self, work: Callable[[], object], what: str = "", *, ready: Callable[[], bool] = lambda: False, quiet: bool = False
+        self,
+        work: Callable[[], object],
+        what: str = "",
+        *,
+        ready: Callable[[], bool] = lambda: False,
+        quiet: bool = False,
+        idle: bool = False,
     ) -> Job:
         """Add a job. ready(): whether the job could run without waiting; called in the lane, for hurried jobs. quiet: no thread waits for
         the job yet, so the lane need not wake. The job then runs before the next job that is not quiet, or once a thread waits for the
-        job.
+        job. idle: see the class.
         """
         job = Job(work)
         job.lane, job.what = self, what
         with self._changed:
-            if self._ended:  # checked under the lock: the lane may end, and would never run a later job
+            if self._ended and threading.get_ident() != self.ident:  # checked under the lock: the lane may end, and never run a later job
                 raise RuntimeError(f"lane {self.name} accepts no more jobs: the engine is closed")
-            self._line[job] = ready
+            (self._idle if idle else self._line)[job] = ready
+            self._has_idled |= idle
             if not quiet:
                 self._changed.notify()
         return job
@@ -184,12 +194,19 @@ class Lane:
     def hurry(self, job: Job) -> None:
         """Run a job before earlier ones as soon as it is ready. Jobs hurried earlier go first if they are ready."""
         with self._changed:
-            if job in self._line and job not in self._hurried:
+            if (job in self._line or job in self._idle) and job not in self._hurried:
                 self._hurried.append(job)
 
     def drain(self) -> None:
         """Wait until all jobs so far are over, whether they succeeded or not."""
         self.push(lambda: None).wait()
+        if self._has_idled:  # the jobs may have pushed idle ones
+            last = Job(lambda: None)
+            last.lane = self
+            with self._changed:
+                self._idle = {last: lambda: False} | self._idle  # as the oldest one, the job runs last
+                self._changed.notify()
+            last.wait()
 
     def abandon(self, error: BaseException) -> None:
         """Unfinished jobs may never end: waiting threads get the error, and `close` waits only some seconds."""
@@ -220,17 +237,25 @@ class Lane:
 
     def _has_more(self) -> bool:
         """Wait for a job. Returns false once the lane has ended and no job is left."""
-        while not self._line and not self._ended:
+        while not self._waiting and not self._ended:
             with self._changed:  # an interrupt in the pushing thread may prevent the notification
-                is_idle = not self._line and not self._ended and not self._changed.wait(_GLANCE_S)
+                is_idle = not self._waiting and not self._ended and not self._changed.wait(_GLANCE_S)
             if is_idle:
                 look()
-        return bool(self._line)
+        return self._waiting
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._line or self._idle)
 
     def _next(self) -> Job:
         with self._changed:
-            job = next((job for job in self._hurried if self._line[job]()), None) or next(iter(self._line))
-            del self._line[job]
+            job = next((job for job in self._hurried if self._line_of(job)[job]()), None)
+            job = job or next(iter(self._line), None) or next(reversed(self._idle))
+            del self._line_of(job)[job]
             if job in self._hurried:
                 self._hurried.remove(job)
             return job
+
+    def _line_of(self, job: Job) -> dict[Job, Callable[[], bool]]:
+        return self._line if job in self._line else self._idle

@@ -47,12 +47,15 @@ def update(
     *,
     threads: int,
     seed: int | None,
+    keeps_moments: bool = False,
 ) -> Computed:
-    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: of `Updater`."""
+    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: of `Updater`.
+    keeps_moments: only weights change, and `Computed.advance` follows; for rules that can advance."""
     computed = Computed(runs(chunk, params, merge=seed is None), hyper, params, seed)
+    how = {"threads": threads} | ({"keeps_moments": True} if keeps_moments else {})
     for part, scalars, dither in computed.parts():
         shard = state.part(part.start, part.stop)
-        hyper.rule.apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=threads)
+        hyper.rule.apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, **how)
     return computed
 
 
@@ -71,11 +74,11 @@ class Computed:
             for start, end, dither in _dithered(run, self.params, self.seed):
                 yield slice(start, end), self.hyper.scalars(run.group, run.step), dither
 
-    def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
+    def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor, *, threads: int = 1) -> None:
         """Replay the update on moments in place. moments: by name, 1-D [shard_used]. gradient: of the update."""
         for part, scalars, dither in self.parts():
             shard = {name: segment[part] for name, segment in moments.items()}
-            self.hyper.rule.advance(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither)
+            self.hyper.rule.advance(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither, threads=threads)
 
 
 @dataclass(slots=True)

@@ -48,12 +48,13 @@ _UPDATE_MOVES = {
 class UpdateState:
     """The update of a chunk that is due, or the last one, see [Note: life of an update]. Only tiers/updates.py writes the fields."""
 
-    __slots__ = ("hyper", "job", "stage")
+    __slots__ = ("hyper", "job", "moments_job", "stage")
 
     def __init__(self):
         self.stage = UpdateStage.IDLE
         self.hyper = None  # Hyper of the announced update
-        self.job = None  # the last update that has begun, unless the record is on the device
+        self.job = None  # the last update that has begun, unless the record is on the device: afterwards, the weights are new
+        self.moments_job = None  # the rest of that update, if moments follow weights: `job` pushes it before its own end
 
     def become(self, stage: UpdateStage) -> None:
         assert (self.stage, stage) in _UPDATE_MOVES, f"an update is {stage.value} after it was {self.stage.value}"
@@ -81,4 +82,6 @@ class UpdateState:
 
     @property
     def is_running(self) -> bool:
-        return self.job is not None and not self.job.done
+        if self.job is not None and not self.job.done:
+            return True
+        return self.moments_job is not None and not self.moments_job.done

@@ -15,23 +15,32 @@ Knows the segments and the gradient shard of a chunk, and the hyper-parameters o
 # can hold its slot forever if the update needs another gradient first. So the update lane copies such gradients when their turn has come.
 # If a model has gradients of both kinds, the lane copies all of them. Otherwise the lane would need a slot while gradients of later updates
 # fill all slots, and would write one of these to NVMe. (14.8 B parameters: 9.5 GB a step were written and read.)
+#
+# [Note: weights before moments]
+# If updates follow step(), the next forward pass waits for weights, not for moments. The bandwidth of host memory limits an update. If a
+# record and its gradient are at home there, an update on behalf of a GPU has two jobs: the first one computes weights from the old moments
+# and the gradient, and moves 18 of 26 bytes a parameter. The second one computes the moments once more and stores them. The lane runs the
+# second jobs when no other job waits, which is usually in the backward pass. The last layers come first, because their next gradients do.
+# `finish` waits for both jobs, and a fetch only for the first. On the CPU the ops would compete with the longer second job.
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from infinity.formats.format import ADAM_MOMENTS
 from infinity.optim.shard import Shard
-from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
+from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, update
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradients import Gradients
-from infinity.tiers.record_mover import RecordMover
+from infinity.tiers.late_moments import CatchUp
+from infinity.tiers.record_mover import Lease, RecordMover, segments
 from infinity.tiers.route_position import Course
 from infinity.tiers.update_state import UpdateStage
 
@@ -39,8 +48,8 @@ from infinity.tiers.update_state import UpdateStage
 class Updater:
     """Updates chunks in one lane, in the order of `begin`. Hurried updates overtake others.
 
-    deferred: updates follow step(), and no gradient waits for an update. threads: of the host kernel. seed: of the random bits that round bf16
-    moments; None for fp32 moments.
+    deferred: updates follow step(), and no gradient waits for an update. moments_follow: see [Note: weights before moments]. threads: of the
+    host kernel. seed: of the random bits that round bf16 moments; None for fp32 moments.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Updater:
         events: Events,
         *,
         deferred: bool,
+        moments_follow: bool,
         threads: int,
         seed: int | None,
     ):
@@ -60,6 +70,7 @@ class Updater:
         self.course = course
         self.events = events
         self.deferred = deferred
+        self.moments_follow = moments_follow
         self.threads = threads
         self.seed = seed
         self.lane = Lane("update", records.failure, "an update")
@@ -116,7 +127,13 @@ class Updater:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
             is_sent = chunk.gradient_on_device and not self._lane_copies
-            self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper)
+            in_two = not early and self._may_take_two_jobs(chunk, hyper)
+            self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
+
+    def _may_take_two_jobs(self, chunk: ChunkState, hyper: Hyper) -> bool:
+        """See [Note: weights before moments]. The arithmetic of a second job takes no fp16 gradient."""
+        at_home = all(chunk.homes[kind].is_host for kind in KINDS)  # a gradient that stayed on the device is at home before the update
+        return self.moments_follow and at_home and hyper.rule.can_advance and chunk.record.format.gradient != "fp16"
 
     @functools.cached_property
     def _lane_copies(self) -> bool:
@@ -127,10 +144,13 @@ class Updater:
         """Wait for the chunk's update, before the next gradient arrives or the record is read. An announced update begins first."""
         if chunk.update.is_announced:
             self.begin_announced(chunk)
+        if chunk.update.is_running:
+            self.records.hurry_all()
         if chunk.update.job is not None:
-            if chunk.update.is_running:
-                self.records.hurry_all()
             self.events.wait("update", chunk.update.job, chunk.index)
+        if chunk.update.moments_job is not None:  # which the first job has pushed
+            self.lane.hurry(chunk.update.moments_job)
+            self.events.wait("update", chunk.update.moments_job, chunk.index)
 
     def _update_on_device(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
         """Update a record on the device, in the training thread. The compute stream of CUDA orders the update. The CPU uses all cores."""
@@ -141,7 +161,7 @@ class Updater:
         self.take_snapshot(chunk)
         self.gradients.release(chunk)
 
-    def _push(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper) -> None:
+    def _push(self, chunk: ChunkState, gradient_job: Job, hyper: Hyper, in_two: bool) -> None:
         copy_job = chunk.copy_job
         with self.records.lock:  # both requests under one lock, see RecordMover.obtain
             # An urgent request may take the slot of a copy with an earlier next use. Weights are urgent only if gradients wait for the update.
@@ -149,7 +169,7 @@ class Updater:
             states = self.records.request(chunk, STATES, urgent=True)
 
         def work() -> None:
-            self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper)
+            self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper, in_two)
 
         def ready() -> bool:
             return may_pass(gradient_stays=gradient_stays, there=(job is None or job.done for job in needed))
@@ -161,11 +181,12 @@ class Updater:
         user = None if is_copied else gradient_job  # such an update needs a slot before it frees one
         with self.records.lock:
             self._users.append(user)
+        chunk.update.moments_job = None
         chunk.update.job = self.lane.push(lambda: self._run(work, user), chunk.title, ready=ready)
 
     def hurry(self, chunk: ChunkState) -> None:
-        """A fetch waits for the chunk's update, see [Note: order of updates]."""
-        if chunk.update.is_running:
+        """A fetch waits for the chunk's new weights, see [Note: order of updates]."""
+        if chunk.update.job is not None:
             self.lane.hurry(chunk.update.job)
 
     def sum_squares(self, work: Callable[[], object]) -> Job:
@@ -190,7 +211,7 @@ class Updater:
                 self._users.remove(gradient_job)
             self.records.notify_readers()
 
-    def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper) -> None:
+    def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper, in_two) -> None:
         gradient_job.wait()
         if chunk.gradient_on_device:
             self.gradients.bring(chunk)
@@ -202,10 +223,27 @@ class Updater:
                 if event is not None:
                     event.synchronize()
             clean = lease.begin_change()
-            computed = self._compute(chunk, lease.shard, gradient, hyper)
+            computed = self._compute(chunk, lease.shard, gradient, hyper, keeps_moments=in_two)
+            if in_two:  # pushed here, because an interrupt of the training thread could separate two jobs
+                chunk.update.moments_job = self.lane.push(
+                    lambda: self._advance_on_host(chunk, lease, computed), chunk.title, ready=lambda: True, idle=True
+                )
+                return
             catch_up = None
             if chunk.redo is not None:
                 catch_up = chunk.redo.catch_up(chunk.record, lease.entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
+        self._end_update(chunk, lease, catch_up)
+
+    def _advance_on_host(self, chunk: ChunkState, lease: Lease, computed: Computed) -> None:
+        """Update the moments after the weights."""
+        moments = segments(chunk.record, STATES, lease.entries[STATES].memory.tensor)
+        with self.gradients.shard(chunk) as gradient:
+            start = now()
+            computed.advance(moments, gradient, threads=self.threads)
+            self.events.moved("update", chunk.index, _moments_nbytes(moments), start, now())
+        self._end_update(chunk, lease)
+
+    def _end_update(self, chunk: ChunkState, lease: Lease, catch_up: CatchUp | None = None) -> None:
         self.gradients.release(chunk)
         chunk.note_updated(lease)
         lease.write_back(catch_up)
@@ -220,11 +258,18 @@ class Updater:
         if chunk.span.snapshot is not None:
             chunk.span.snapshot[chunk.shard] = chunk.weights_on_device
 
-    def _compute(self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper) -> Computed:
+    def _compute(
+        self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper, *, keeps_moments: bool = False
+    ) -> Computed:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
         seed = self.seed if chunk.record.format.rounds_moments else None
-        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=seed)
+        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=seed, keeps_moments=keeps_moments)
         marks = (first, self.events.device_mark()) if on_device else None
-        self.events.moved("update", chunk.index, chunk.record.nbytes, start, now(), marks)
+        nbytes = chunk.record.nbytes - (_moments_nbytes(state) if keeps_moments else 0)
+        self.events.moved("update", chunk.index, nbytes, start, now(), marks)
         return computed
+
+
+def _moments_nbytes(segments: Mapping[str, torch.Tensor]) -> int:
+    return sum(segments[name].nbytes for name in ADAM_MOMENTS)

@@ -25,7 +25,9 @@ from infinity.optim.adam import (
     NormAccumulator,
     _block_sums_torch,
     accumulate_,
+    adam_moments,
     adam_step,
+    adam_weights,
     join_master,
     split_master,
 )
@@ -161,6 +163,35 @@ def spelled_out(shard):
 def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
     shard = Shard(200_001, layout)
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
+
+
+@pytest.mark.parametrize("isa", _adam.isas())
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[2]], ids=lambda layout: "-".join(map(str, layout)))
+@pytest.mark.parametrize("values", [hard_values, faint_values, faint_vectors])
+def test_weights_and_then_moments_have_the_bits_of_one_update(values, layout, isa):
+    for seed in range(3):
+        before = Shard(100_032, layout, 10 * seed, values)
+        shard, expected = before.clone(), before.clone().update(isa=isa)
+        scalars, how = AdamScalars.of(**HYPER), {"dither": shard.dither, "isa": isa, "threads": 2}
+        adam_weights(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars, **how)
+        assert_equal_bits(shard, before, ["momentum", "variance"])
+        assert_equal_bits(shard, expected, ["weight", "residual"])
+        adam_moments((shard.momentum, shard.variance), shard.grad, scalars, **how)
+        assert shard.equals(expected), seed
+
+
+def assert_equal_bits(shard, other, names):
+    pairs = {name: (getattr(shard, name), getattr(other, name)) for name in names}
+    for name, (mine, its) in pairs.items():
+        assert mine is its is None or torch.equal(bits(mine), bits(its)), name
+
+
+def test_only_a_decoupled_update_changes_weights_and_moments_apart():
+    shard, scalars = Shard(64, ("split", torch.bfloat16, False)), AdamScalars.of(**HYPER, decoupled=False)
+    with pytest.raises(ValueError, match="weights and moments apart"):
+        adam_weights(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars)
+    with pytest.raises(ValueError, match="weights and moments apart"):
+        adam_moments((shard.momentum, shard.variance), shard.grad, scalars)
 
 
 @pytest.mark.parametrize("form", ["split", "dithered"])

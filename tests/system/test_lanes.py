@@ -239,3 +239,53 @@ def test_a_failed_job_ends_the_wait(lane):
         assert threading.get_ident() in waiting
         lane.push(lambda: 1 / 0).wait()
     assert threading.get_ident() not in waiting
+
+
+def test_idle_jobs_run_after_all_others_the_newest_first(lane):
+    order, gate = [], threading.Event()
+    lane.push(gate.wait)
+    for name in ("a", "b", "c"):
+        lane.push(lambda name=name: order.append(name), idle=True)
+        lane.push(lambda name=name: order.append(name.upper()))
+    gate.set()
+    lane.drain()
+    assert order == ["A", "B", "C", "c", "b", "a"]
+
+
+def test_a_hurried_idle_job_overtakes_once_it_is_ready(lane):
+    order, gate = [], threading.Event()
+    lane.push(gate.wait)
+    first = lane.push(lambda: order.append("first"))
+    rest = lane.push(lambda: order.append("rest"), ready=lambda: first.done, idle=True)
+    lane.push(lambda: order.append("other"), idle=True)
+    lane.push(lambda: order.append("last"))
+    lane.hurry(rest)
+    gate.set()
+    rest.wait()
+    lane.drain()
+    assert order == ["first", "rest", "last", "other"]
+
+
+def test_drain_and_close_wait_for_idle_jobs():
+    done = []
+    lane = Lane("test")
+    for k in range(3):
+        lane.push(lambda k=k: done.append(k), idle=True)
+    lane.drain()
+    assert sorted(done) == [0, 1, 2]
+    lane.push(lambda: time.sleep(0.05))
+    for k in range(3, 6):
+        lane.push(lambda k=k: done.append(k), idle=True)
+    lane.close()
+    assert sorted(done) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ends", [Lane.drain, Lane.close])
+def test_drain_and_close_wait_for_idle_jobs_that_jobs_push(ends):
+    done, lane = [], Lane("test")
+    lane.push(lambda: time.sleep(0.05))
+    for k in range(3):
+        lane.push(lambda k=k: lane.push(lambda: done.append(k), idle=True))
+    ends(lane)
+    assert sorted(done) == [0, 1, 2]
+    lane.close()

@@ -38,7 +38,7 @@ MACHINE = Machine(
 )
 
 
-def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, accumulates=False, **tiers):
+def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="backward", keep=True, device=1 << 30, host=1 << 30, numel=NUMEL, accumulates=False, moments_follow=False, **tiers):
     """Simulates `num` layers of one chunk each; `seconds` has the length of forward and backward of a layer."""
     specs = [ParameterSpec(f"p{i}", numel, Format("fp32", accumulates=accumulates)) for i in range(num)]
     layout_ = layout(specs, chunk_numel=numel, world=world)
@@ -60,7 +60,7 @@ def play(machine=MACHINE, num=3, world=1, seconds=(2 * MS, 4 * MS), update="back
     order = [*range(num), *reversed(range(num))]
     uses = [Use((i, index), (index,), frozenset({index})) for i, index in enumerate(order)]
     gradients = [()] * num + [(index,) for index in reversed(range(num))]
-    step = Step(uses, [seconds[0]] * num + [seconds[1]] * num, gradients, num, deferred, keep)
+    step = Step(uses, [seconds[0]] * num + [seconds[1]] * num, gradients, num, deferred, keep, moments_follow)
     return layout_, records, placement, simulate(layout_, records, placement, step, machine)
 
 
@@ -81,6 +81,22 @@ def test_deferred_updates_are_hidden_behind_the_next_forward():
     # in 1 ms. Host memory gives updates 28 bytes in 3 ms. Therefore both take 10/7 as long meanwhile.
     *_, found = play(update="deferred")
     assert found.step_seconds == pytest.approx(18 * MS + 5 * MS + 2 * MS + 2 * 3 / 7 * MS)
+
+
+def test_moments_that_follow_weights_are_hidden_behind_the_backward_pass():
+    """160 ms of compute. An update of 3 ms moves 28 bytes a parameter. The first job moves 20 of them in 2.14 ms, while an op takes 2 ms.
+    The second job moves as many."""
+    options = dict(num=16, seconds=(2 * MS, 8 * MS), update="deferred")
+    *_, one = play(**options)
+    *_, two = play(**options, moments_follow=True)
+    assert one.step_seconds > 185 * MS and two.step_seconds < 173 * MS
+    assert two.nbytes["update"] == pytest.approx(one.nbytes["update"])
+    assert two.busy_seconds["update"] == pytest.approx(16 * 2 * 3 * 20 / 28 * MS, rel=0.15)
+
+
+def test_updates_in_the_backward_pass_take_one_job():
+    options = dict(num=16, seconds=(2 * MS, 8 * MS))
+    assert play(**options)[-1].busy_seconds == play(**options, moments_follow=True)[-1].busy_seconds
 
 
 @pytest.mark.parametrize("accumulates, most", [(False, 1.05), (True, 1.11)])

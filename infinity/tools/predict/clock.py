@@ -99,18 +99,22 @@ class Clock:
 
 
 class PlayedLane:
-    """One process that runs jobs (generators) in order. Hurried jobs that are ready go first. Each job has a flag for its end."""
+    """One process that runs jobs (generators) in order. Hurried jobs that are ready go first. Idle jobs run while no other job waits, the
+    newest first. Each job has a flag for its end."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
         self._jobs: dict[Flag, tuple[Generator, Callable[[], bool]]] = {}
+        self._idle: list[Flag] = []  # of the jobs
         self._hurried: list[Flag] = []
         self._more = Flag()
         clock.start(self._loop())
 
-    def push(self, job: Generator, ready: Callable[[], bool] = lambda: False) -> Flag:
+    def push(self, job: Generator, ready: Callable[[], bool] = lambda: False, *, idle: bool = False) -> Flag:
         done = Flag()
         self._jobs[done] = job, ready
+        if idle:
+            self._idle.append(done)
         self.clock.happen(self._more)
         return done
 
@@ -123,9 +127,11 @@ class PlayedLane:
             while not self._jobs:
                 self._more = Flag()
                 yield self._more
-            done = next((flag for flag in self._hurried if self._jobs[flag][1]()), next(iter(self._jobs)))
+            done = next((flag for flag in self._hurried if self._jobs[flag][1]()), None)
+            done = done or next((flag for flag in self._jobs if flag not in self._idle), None) or self._idle[-1]
             job, _ = self._jobs.pop(done)
-            if done in self._hurried:
-                self._hurried.remove(done)
+            for flags in (self._hurried, self._idle):
+                if done in flags:
+                    flags.remove(done)
             yield from job
             self.clock.happen(done)

@@ -121,7 +121,8 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     seconds = [count / (machine.device_tflops * 1e12) for count in flops]
     first = len(workload.ops)  # position where backward begins
-    step = Step(uses, seconds, grads, first, _is_deferred(config), config.residency == "auto")
+    follow = machine.device == "cuda"
+    step = Step(uses, seconds, grads, first, _is_deferred(config), config.residency == "auto", moments_follow=follow)
     compresses_nvme = placement.compression_nbytes > 0
 
     def played(step: Step) -> Simulation:

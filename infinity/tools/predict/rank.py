@@ -12,7 +12,7 @@ from infinity.plan.placement import Placement, look_ahead
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.route import Route, to_gradient
 from infinity.plan.schedule import Moment, Use
-from infinity.plan.slots import StatesAhead
+from infinity.plan.slots import Entry, StatesAhead
 from infinity.plan.tiers import DEVICE, Tier, in_storage
 from infinity.tools.predict.clock import Clock, Flag, PlayedLane
 from infinity.tools.predict.host import PlayedRecords, PlayedRequest
@@ -32,7 +32,7 @@ class PlayedChunk:
         self.nbytes = nbytes  # of the weights of all ranks
         self.num_params = num_params
         self.request: PlayedRequest | None = None  # of the last copy
-        self.copied = self.gathered = self.gradient = self.updating = Flag(True)
+        self.copied = self.gathered = self.gradient = self.updating = self.updating_moments = Flag(True)
         self.pending = self.update_expected = self.weights_expected = False
         self.has_gradient = self.updated = self.reduced = self.received = self.behind = False
         self.missing = self.gradient_number = 0
@@ -40,6 +40,10 @@ class PlayedChunk:
     @property
     def weights_wanted(self) -> bool:
         return self.update_expected or self.weights_expected
+
+    @property
+    def is_updating(self) -> bool:
+        return not (self.updating.raised and self.updating_moments.raised)
 
     def expect_weights(self) -> None:
         self.weights_expected = True
@@ -167,14 +171,14 @@ class Rank:
         self.route = Route(self.step.uses, actions, early)
 
     def _next_weights_use(self, chunk: PlayedChunk) -> float:
-        update_comes = chunk.update_expected or not chunk.updating.raised
+        update_comes = chunk.update_expected or chunk.is_updating
         return self.route.to_weights(chunk.index, chunk.span.index, update_comes=update_comes)
 
     def _next_states_use(self, chunk: PlayedChunk) -> float:
         return self.route.to_states(chunk.index, chunk.span.index, num_begun=self.num_updates_begun)
 
     def _next_gradient_use(self, chunk: PlayedChunk) -> float:
-        in_use = bool(chunk.missing) or not chunk.updating.raised
+        in_use = bool(chunk.missing) or chunk.is_updating
         return to_gradient(self.route, chunk.index, chunk.span.index, num_begun=self.num_updates_begun, in_use=in_use)
 
 
@@ -271,14 +275,14 @@ class Updates:
                 if chunk.behind and self.rank.may_wait(chunk):
                     chunk.pending, chunk.update_expected = True, False
                 else:
-                    self.begin(chunk)
+                    self.begin(chunk, early=True)
                 self.rank.num_updates_begun += 1  # counted only now: until then the requested record must not look like a victim
 
     def _make_stale(self, chunk: PlayedChunk) -> None:
         if not chunk.span.pinned and chunk.span.presence != "away":
             self.rank.leave(chunk.span)
 
-    def begin(self, chunk: PlayedChunk) -> None:
+    def begin(self, chunk: PlayedChunk, *, early: bool = False) -> None:
         chunk.pending = chunk.update_expected = False
         weights = self.records.request(chunk, WEIGHTS, urgent=self.rank.moment(chunk) is not Moment.FETCH)
         states = self.records.request(chunk, STATES, urgent=True)
@@ -288,40 +292,77 @@ class Updates:
         if gradient.raised:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
         self._users.append(gradient)
-        chunk.updating = self.lane.push(
-            self._run_update(chunk, weights, states, gradient, copied),
+        entries: dict[str, Entry] = {}
+        in_two = self.step.moments_follow and not early and all(chunk.homes[kind].is_host for kind in KINDS)
+        updating = chunk.updating = self.lane.push(
+            self._run_update(chunk, weights, states, gradient, copied, entries, in_two),
             lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
         )
+        if in_two:
+            chunk.updating_moments = self.lane.push(self._run_moments(chunk, entries), lambda: updating.raised, idle=True)
 
     def hurry(self, chunk: PlayedChunk) -> None:
         self.lane.hurry(chunk.updating)
 
-    def _run_update(self, chunk: PlayedChunk, weights: PlayedRequest, states: PlayedRequest, gradient: Flag, copied: Flag):
+    def _run_update(
+        self,
+        chunk: PlayedChunk,
+        weights: PlayedRequest,
+        states: PlayedRequest,
+        gradient: Flag,
+        copied: Flag,
+        entries: dict[str, Entry],
+        in_two: bool,
+    ):
+        """entries: filled here, with the gradient's. in_two: only weights change."""
         yield gradient
         gradient_entry = yield from self.records.obtain(chunk, GRADIENTS)
         self.records.hurry(weights)
         for request in (weights, states):
             yield request.granted
-        entries = {WEIGHTS: weights.entry, STATES: states.entry}
+        entries |= {WEIGHTS: weights.entry, STATES: states.entry}
         for entry in entries.values():
             yield from self.records.settle(entry)
         yield copied
         yield from self.records.begin_update(entries)
-        nbytes = 2 * chunk.record.nbytes + self.rank.placement.sizes[GRADIENTS][chunk.index]
-        yield ("update", self.links.update_seconds(nbytes), chunk.index, chunk.record.nbytes)
-        self.records.unpin(chunk, GRADIENTS, gradient_entry)
-        self.records.discard(chunk, GRADIENTS)
-        chunk.has_gradient = False
-        self.records.write_back(chunk, entries)
+        entries[GRADIENTS] = gradient_entry
+        changed = chunk.record.nbytes - (self._moments_nbytes(chunk) if in_two else 0)
+        yield self._update_of(chunk, chunk.record.nbytes, changed)
+        if not in_two:
+            self._end_update(chunk, entries)
         self._users.remove(gradient)
         self.records.notify()
+
+    def _run_moments(self, chunk: PlayedChunk, entries: dict[str, Entry]):
+        yield chunk.updating
+        nbytes = self._moments_nbytes(chunk)
+        yield self._update_of(chunk, nbytes, nbytes)
+        self._end_update(chunk, entries)
+        self.records.notify()
+
+    def _moments_nbytes(self, chunk: PlayedChunk) -> int:
+        record = chunk.record
+        return sum(segment.nbytes(record.numel) for segment in record.format.state_segments if segment.name in record.format.moments)
+
+    def _update_of(self, chunk: PlayedChunk, read: int, changed: int):
+        """The work of an update that reads and changes so many bytes of the record."""
+        nbytes = read + changed + self.rank.placement.sizes[GRADIENTS][chunk.index]
+        return "update", self.links.update_seconds(nbytes), chunk.index, changed
+
+    def _end_update(self, chunk: PlayedChunk, entries: dict[str, Entry]) -> None:
+        self.records.unpin(chunk, GRADIENTS, entries[GRADIENTS])
+        self.records.discard(chunk, GRADIENTS)
+        chunk.has_gradient = False
+        self.records.write_back(chunk, {kind: entries[kind] for kind in (WEIGHTS, STATES)})
 
     def _finish_announced(self, chunk: PlayedChunk):
         if chunk.pending:
             self.begin(chunk)
-        if not chunk.updating.raised:
+        if chunk.is_updating:
             self.records.hurry_all()
-        yield from self.rank.wait("update", chunk.updating)
+        self.lane.hurry(chunk.updating_moments)
+        for updating in (chunk.updating, chunk.updating_moments):
+            yield from self.rank.wait("update", updating)
 
     def finish_step(self):
         rank = self.rank

@@ -72,7 +72,7 @@ class Weights:
             chunk.expect_weights()
             if chunk.pending:
                 self.updates.begin(chunk)
-            elif chunk.updating.raised:
+            elif not chunk.is_updating:
                 self.records.request(chunk, WEIGHTS, pin=False)
 
     def _copy(self, span: PlayedSpan, *, needed: bool):

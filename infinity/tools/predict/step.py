@@ -12,7 +12,7 @@ from infinity.plan.schedule import Use
 @dataclass(frozen=True)
 class Step:
     """The work of a step on a rank. uses: the trace. seconds: of compute, by position. gradients: parameters whose gradients are complete
-    after a position. backward: the first position after forward. deferred: updates follow step()."""
+    after a position. backward: the first position after forward. deferred: updates follow step(). moments_follow: of `Updater`."""
 
     uses: Sequence[Use]
     seconds: Sequence[float]
@@ -20,3 +20,4 @@ class Step:
     backward: int
     deferred: bool
     keep: bool
+    moments_follow: bool = False
