@@ -4,11 +4,12 @@ Knows formats and flat tensors. Must not know chunks, ranks, tiers or the engine
 """
 
 # [Note: codecs]
-# Each storage of infinity/formats/format.py has a codec of the same name here. A codec has six operations:
+# Each storage of infinity/formats/format.py has a codec of the same name here. A codec has these operations:
 #
 #   masters  segments -> fp32 values                     before an update, for exports
 #   store    fp32 values -> segments                     after an update
 #   put      values of any dtype -> segments             first values, loaded values
+#   is_exact whether the weight alone holds such values  first values
 #   rounded  values -> weight on the device              loaded values of a chunk whose other shards lie on other ranks
 #   adopt    the program has changed weights in place    the rest of the master follows
 #   decode   segments -> weight on the device            each copy to the device, of a coded storage only
@@ -75,6 +76,10 @@ class Codec:
     def put(self, shard: Shard, values: torch.Tensor) -> None:
         shard["weight"].copy_(values)
 
+    def is_exact(self, dtype: torch.dtype) -> bool:
+        """Whether `put` stores values of this dtype in the weight segments, and zeros in the rest of the master."""
+        return False
+
     def adopt(self, shard: Shard, new: torch.Tensor, changed: torch.Tensor) -> None:
         """new: weights as the device has them, of which `changed`, a mask, are the program's."""
         if shard["weight"].data_ptr() != new.data_ptr():
@@ -102,13 +107,17 @@ class SplitCodec(Codec):
     def store(self, shard, values):
         split_master(values, out=(shard["weight"], shard["residual"]), threads=1)
 
+    def is_exact(self, dtype):
+        return dtype is torch.bfloat16
+
     def put(self, shard, values):
-        weight, residual = there = shard["weight"], shard["residual"]
-        if values.dtype is weight.dtype:
-            weight.copy_(values)
-            residual.zero_()
+        if self.is_exact(values.dtype):
+            shard["weight"].copy_(values)
+            if "residual" in shard:
+                shard["residual"].zero_()
             return
-        out = there if values.device == weight.device else tuple(torch.empty_like(tensor, device=values.device) for tensor in there)
+        there = shard["weight"], shard["residual"]
+        out = there if values.device == there[0].device else tuple(torch.empty_like(tensor, device=values.device) for tensor in there)
         split_master(values.float().contiguous(), out=out)
         if out is not there:
             for tensor, new in zip(there, out):
@@ -148,6 +157,11 @@ CODECS = {"bf16": SplitCodec(), "fp16": MasterCodec(), "fp32": Codec()}
 
 def codec_of(format: Format) -> Codec:
     return CODECS[format.name] if format.trainable or format.is_coded else FROZEN
+
+
+def states_stay_zero(format: Format, dtype: torch.dtype) -> bool:
+    """Whether the states of a record are zeros after `put` of values of this dtype. The moments always are."""
+    return not format.trainable or not format.storage.master or codec_of(format).is_exact(dtype)
 
 
 def register(name: str, storage: Storage, codec: Codec) -> None:

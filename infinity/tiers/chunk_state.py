@@ -55,6 +55,11 @@ class ChunkState:
         self.num_changes = 0  # of the record
         self.snapshot = None  # the Snapshot that has not copied the record yet
 
+    def note_zero_states(self) -> None:
+        """Nothing writes the first states, which are zeros."""
+        if (extent := self.extents.get(STATES)) is not None:
+            extent.note_zeros()
+
     def return_home(self) -> None:
         """Set the tiers of the present record to its homes."""
         self.weights_home, self.states_home = self.homes[WEIGHTS], self.homes[STATES if self.trainable else WEIGHTS]

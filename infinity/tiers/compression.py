@@ -60,6 +60,11 @@ class CompressedExtent:
         """Size of a host copy in bytes, with room for a gradient if moments may be late."""
         return max(section.offset + section.nbytes for section in self.sections)
 
+    def note_zeros(self) -> None:
+        """Nothing has been written, and the bytes count as zeros."""
+        assert self.is_new, self
+        self.stored = [0] * len(self.sections)
+
     @functools.cached_property
     def gradient(self) -> list[Section]:
         """The sections of the gradient behind the states."""

@@ -12,7 +12,7 @@ import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
 from infinity.formats.format import Segment
-from infinity.optim.shard import codec_of
+from infinity.optim.shard import codec_of, states_stay_zero
 from infinity.plan.record import STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
@@ -131,9 +131,13 @@ class Values:
     def write_first(self, span: SpanState, values: dict[int, torch.Tensor]) -> None:
         """Write the first records of a span's chunks, and make the parameters placeholders. values: by parameter, 1-D, any floating dtype."""
         for chunk in self.registry.chunks_in(span):
+            kinds: tuple[str, ...] = ()
             if chunk.on_device:
                 self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
-            with self.filled(chunk, is_first=True) as shard:
+            elif all(states_stay_zero(chunk.record.format, values[piece.param].dtype) for piece in chunk.pieces):
+                chunk.note_zero_states()
+                kinds = (WEIGHTS,)
+            with self.filled(chunk, *kinds, is_first=True) as shard:
                 for piece in chunk.pieces:
                     value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
                     shard.part(piece.start, piece.start + piece.numel).put(value)
@@ -143,9 +147,9 @@ class Values:
             state.leave()
 
     @contextlib.contextmanager
-    def filled(self, chunk: ChunkState, *, is_first: bool = False):
-        """The segments of the shard, set to zero. The caller fills them inside the block. is_first: this is the first record, and resident
-        memory is still zero."""
+    def filled(self, chunk: ChunkState, *kinds: str, is_first: bool = False):
+        """The segments of the shard, set to zero. The caller fills them inside the block. kinds: of a record off the device; by default all.
+        is_first: this is the first record, and resident memory is still zero."""
         if chunk.on_device:
             chunk.begin_change()
             shard = self.updater.device_state(chunk)
@@ -154,11 +158,11 @@ class Values:
             yield shard
             self.updater.take_snapshot(chunk)
             return
-        with self.records.lease(chunk, write=True, fresh=True) as lease:
+        with self.records.lease(chunk, *kinds, write=True, fresh=True) as lease:
             shard, format = lease.shard, chunk.record.format
-            kinds = {segment.name: WEIGHTS if segment in format.weight_segments else STATES for segment in format.segments}
+            kind_of = {segment.name: WEIGHTS if segment in format.weight_segments else STATES for segment in format.segments}
             for name, tensor in shard.items():
-                if not (is_first and lease.entries[kinds[name]].resident):
+                if not (is_first and lease.entries[kind_of[name]].resident):
                     tensor.zero_()
             yield shard
 
