@@ -330,6 +330,8 @@ class Engine(NotAModule, NotCopied):
             self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
             self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(parts.give_up)
+            if self.optimizer is not None:
+                self.updater.rehearse(self.optimizer)
             self._let_go(model, parts.ahead)
         except BaseException as error:
             self.lifecycle.note_failed_start(error)

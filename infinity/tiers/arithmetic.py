@@ -10,13 +10,15 @@ Knows the pieces of a chunk, and the parameters that had a gradient. Must not kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from infinity.optim.adam import Dither, NormAccumulator
-from infinity.optim.rules import Rule
+from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.formats.format import Format
+from infinity.optim.adam import BLOCK_NUMEL, Dither, NormAccumulator
+from infinity.optim.rules import AdamRule, Rule
 from infinity.optim.shard import Shard
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.parameter_state import ParameterState
@@ -128,6 +130,21 @@ def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Itera
         end = min(run.end, start + (1 << 32) - index % (1 << 32))
         yield start, end, Dither.of(seed, params[run.param].name, run.step, index)
         start = end
+
+
+def rehearse(formats: Iterable[Format], rule: Rule, group: dict, device: torch.device) -> None:
+    """Sum the squares of a small gradient of each format on a device and, with the rule of Adam, update a small shard: the first use of a kernel
+    compiles the kernel. Other rules have no kernels. group: a parameter group of the rule.
+    """
+    for format in formats:
+        segments = {
+            segment.name: torch.zeros(segment.count(BLOCK_NUMEL), dtype=TORCH_DTYPES[segment.dtype], device=device) for segment in format.segments
+        }
+        gradient = torch.zeros(BLOCK_NUMEL, dtype=TORCH_DTYPES[format.gradient], device=device)
+        NormAccumulator(device).add(gradient)
+        if isinstance(rule, AdamRule):
+            dither = Dither(0, 0, 0) if format.rounds_moments else None
+            rule.apply(Shard(format, segments), gradient, rule.scalars(group, 1), 1.0, dither=dither)
 
 
 def add_norm(chunk: ChunkState, gradient: torch.Tensor, total: NormAccumulator) -> None:

@@ -25,6 +25,7 @@ Knows the segments and the gradient shard of a chunk, and the hyper-parameters o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 
@@ -36,7 +37,7 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
-from infinity.tiers.arithmetic import Computed, Hyper, update
+from infinity.tiers.arithmetic import Computed, Hyper, rehearse, update
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.late_moments import CatchUp
@@ -75,6 +76,18 @@ class Updater:
         self.seed = seed
         self.lane = Lane("update", records.failure, "an update")
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
+
+    def rehearse(self, optimizer) -> None:
+        """Compile the kernels of a GPU before the first step, while the records are written."""
+        device = self.gradients.device
+        formats = {chunk.record.format for chunk in self.chunks if chunk.trainable}
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # an update will raise the error again
+                rehearse(formats, optimizer.rule, optimizer.param_groups[0], device)
+
+        if device.type == "cuda":
+            self.lane.push(work, "the kernels")
 
     def moment(self, chunk: ChunkState) -> Moment:
         """When the chunk is updated."""
