@@ -404,7 +404,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
 @pytest.mark.parametrize(
     "seconds, steps_back",
     [
-        ([5.1, 4.9, 6.6, 8.0, 9.7, 9.7], 1),  # two longer steps in a row
+        ([5.1, 4.9, 6.6, 8.0, 4.9, 4.9], 1),  # two longer steps in a row
         ([5.1, 9.9, 4.0, 4.5, 4.9, 4.9], 0),  # not longer than the step before the division
         ([5.1, 4.9, 6.6, 6.5, 7.0, 7.0], 0),  # no two longer steps in a row
         ([5.1, 3.0, 5.0, 6.0, 6.0], 0),  # the first step after the division does not count
@@ -431,6 +431,22 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
         assert engine.stats()["num_placement_rollbacks"] == steps_back
         assert counts[0] > 0 and (counts[-1] == 0) == bool(steps_back), counts
         assert_same_states(states_of(engine, model), expected)
+
+
+@pytest.mark.parametrize("after, count", [([20.0, 20.0, 9.0, 9.5, 10.0, 12.0, 15.0], 1), ([20.0, 10.0, 20.0, 20.0, 20.0], 0)])
+def test_an_undone_division_comes_back_if_steps_without_it_are_longer(after, count, gauge, clock, tmp_path):
+    """The second step without the division decides. The division that comes back is not on trial."""
+    least, records = budgets(tiny_gpt, tmp_path)
+    gauge.capacity, counts = least + sum(records[:6]) + (16 << 10), []
+    with training(tiny_gpt, tmp_path, device_memory=gauge.capacity) as (model, engine, optimizer):
+        gauge.tier, gauge.activations = engine.tier, 16 << 10
+        for seconds in (*LONGER_AND_LONGER, *after):
+            timed_step(model, optimizer, clock, seconds)
+            counts.append(len(engine.device_budget.promoted))
+        assert engine.stats()["num_placement_rollbacks"] == 1
+    before = counts[0]
+    assert before > 0 and counts[: 4 + 2] == [before, before, before, 0, 0, before * count]
+    assert set(counts[6:]) == {before * count}
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ Knows clocks and the shapes of inputs. Must not know the parts of the division.
 # the same inputs. A record on the device can lengthen steps if the record displaces bytes that then come from a slow drive: consecutive
 # steps of 5.1, 6.6, 8.0 and 9.7 s were measured. A step lasts from its first pass to step(). Without step(), as in an evaluation, the length
 # of a step is unknown, and no division is on trial.
+# Steps can also become longer for another reason, such as another process. Without the division they are longer still then. So the second step
+# without it decides, if its inputs are those of the last step with it: the division comes back, and is not on trial again. (7.1 B parameters, a
+# mixture of experts: 7.7 s with the division, 12.6 s with one thread for updates, and 31.8 s after the division was undone for this.)
 
 from __future__ import annotations
 
@@ -30,10 +33,25 @@ class AllocationTrial:
         self._last = 0, 0.0  # (inputs, seconds) of the last step
         self._steps: list[tuple[int, float]] = []  # the step before the division, and the steps after the next one
         self._is_next = False  # the current step is the first one after the division
+        self._failed: tuple[int, float] | None = None  # the last step of a division that has just failed
+        self._num_since = 0  # steps since then
 
     @property
     def is_on(self) -> bool:
         return bool(self._steps)
+
+    @property
+    def has_just_failed(self) -> bool:
+        """Whether a division has failed at most two steps ago. Equal on all ranks."""
+        return self._failed is not None
+
+    @property
+    def was_wrong(self) -> bool:
+        """Whether a division has just failed, and the step without it is longer still."""
+        if self._failed is None or self._num_since != 2:
+            return False
+        inputs, seconds = self._failed
+        return self._last[0] == inputs and self._last[1] > LONGER * seconds
 
     def begin_pass(self, shapes: Shapes) -> None:
         """Note the beginning of a pass that builds a graph, with inputs of these shapes."""
@@ -48,7 +66,10 @@ class AllocationTrial:
     def step_done(self) -> bool:
         """End the step. Returns whether the division has failed."""
         self._last = self._inputs, 0.0 if self._began is None else now() - self._began
+        self._num_since += self._began is not None  # an evaluation is no step
         self.drop_passes()
+        if self._num_since > 2:
+            self._failed = None
         if len(self._steps) > NUM_STEPS:
             self._steps = []
         if not self._steps or self._is_next:
@@ -65,4 +86,4 @@ class AllocationTrial:
 
     def fail(self) -> None:
         self.num_failed += 1
-        self._steps = []
+        self._failed, self._num_since, self._steps = self._last, 0, []

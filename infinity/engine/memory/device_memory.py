@@ -121,7 +121,8 @@ class DeviceBudget:
         meter.forget_capacity()
         if by_step and self._by_layer != bool(sums):  # equal on all ranks
             self._by_layer, self._needs_division = bool(sums), True
-        if not self._needs_division:
+        returns = self.trial.has_just_failed and any(self.ranks.most([self.trial.was_wrong]))
+        if not (self._needs_division or returns):
             return self.trial.is_on and self._undo(is_longer)
         self._needs_division = False
         meter.end()
@@ -135,7 +136,7 @@ class DeviceBudget:
         self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
         self.values.exchange_homes([chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)])
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
-        self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None)
+        self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None and not returns)
         return has_changed
 
     def pass_done(self) -> None:
@@ -202,8 +203,7 @@ class DeviceBudget:
     def _divide(self) -> None:
         """Give spans that come and go the memory that records and waiting gradients leave."""
         taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
-        if not self.placement.pinned:
-            taken += sum(span.nbytes for span, _ in self.promoted)
+        taken += 0 if self.placement.pinned else sum(span.nbytes for span, _ in self.promoted)
         self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
