@@ -9,8 +9,8 @@
  *       The members of ("scalar", "avx2", "avx512") that this CPU has, widest last.
  *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa, stores)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither), and the gradient.
- *       stores: 3; or 1, and the moments keep their old values; or 2, and only the moments change: weight and residual are 0,
- *       and the update must be decoupled. After a call with 1 and a call with 2, all bits are those of one call with 3.
+ *       stores: 1 (weights), 2 (moments) or 3 (both). With 2, weight and residual are 0. With 1 or 2, the update is decoupled.
+ *       After a call with 1 and a call with 2, all bits are those of one call with 3.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
  *       scalars: (grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
  *       step_size), each rounded to fp32 here, once. isa: one of isas(), or None for the widest.
@@ -919,6 +919,8 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
         return NULL;
     if (dither != Py_None && !PyArg_ParseTuple(dither, "III:dither", &key0, &key1, &index))
         return NULL;
+    if (stores < 1 || stores > 3 || (stores != 3 && !decoupled))
+        return PyErr_Format(PyExc_ValueError, "stores is %d, expected 3, or 1 or 2 for a decoupled update", stores);
     if (dither != Py_None && !residual && (stores & WEIGHTS))
         return PyErr_Format(PyExc_ValueError, "dither goes with a split master only");
     const struct Isa *isa = name ? NULL : widest();

@@ -145,7 +145,7 @@ def adam_step(
         return _device_kernels().adam(weight, residual, momentum, variance, grad, scalars.numbers, scalars.decoupled, keys)
     if isa == "torch" or weight.device.type != "cpu":
         return _adam_torch(weight, residual, momentum, variance, grad, scalars, dither)
-    _call((weight, residual, momentum, variance, grad), scalars, dither, threads, isa, stores=_WEIGHTS | _MOMENTS)
+    _call_kernel((weight, residual, momentum, variance, grad), scalars, dither, threads, isa, stores=_WEIGHTS | _MOMENTS)
 
 
 def adam_weights(
@@ -159,14 +159,14 @@ def adam_weights(
     threads: int = 0,
     isa: str | None = None,
 ) -> None:
-    """The part of `adam_step` that changes weight and residual; `adam_moments` is the rest. In host memory, for a decoupled update only.
+    """Change weight and residual as `adam_step` does, and keep the moments. `adam_moments` does the rest. For a decoupled update in host memory.
 
     moments: (momentum, variance). Other arguments and errors as for `adam_step`.
     """
     _check_master(weight, residual, dither)
     _check_moments(*moments, grad, dither, like=weight)
-    _check_part(weight, scalars)
-    _call((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=_WEIGHTS)
+    _check_can_split(weight, scalars)
+    _call_kernel((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=_WEIGHTS)
 
 
 def adam_moments(
@@ -178,13 +178,13 @@ def adam_moments(
     threads: int = 0,
     isa: str | None = None,
 ) -> None:
-    """The part of `adam_step` that changes the moments. Arguments and conditions as for `adam_weights`."""
+    """Change the moments as `adam_step` does. Arguments and conditions as for `adam_weights`."""
     _check_moments(*moments, grad, dither)
-    _check_part(grad, scalars)
-    _call((None, None, *moments, grad), scalars, dither, threads, isa, stores=_MOMENTS)
+    _check_can_split(grad, scalars)
+    _call_kernel((None, None, *moments, grad), scalars, dither, threads, isa, stores=_MOMENTS)
 
 
-def _call(
+def _call_kernel(
     tensors: Sequence[torch.Tensor | None], scalars: AdamScalars, dither: Dither | None, threads: int, isa: str | None, *, stores: int
 ) -> None:
     """Call the kernel in C. tensors: weight, residual, momentum, variance, grad. stores: the parts that change."""
@@ -217,9 +217,9 @@ def _check_moments(momentum: torch.Tensor, variance: torch.Tensor, grad: torch.T
     _check(grad, "grad", *_GRAD_DTYPES, like=momentum)
 
 
-def _check_part(tensor: torch.Tensor, scalars: AdamScalars) -> None:
+def _check_can_split(tensor: torch.Tensor, scalars: AdamScalars) -> None:
     if tensor.device.type != "cpu" or not scalars.decoupled:
-        raise ValueError("only a decoupled update in host memory can change weights and moments apart")
+        raise ValueError("only a decoupled update in host memory can change weights and moments separately")
 
 
 @functools.cache

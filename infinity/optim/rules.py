@@ -63,10 +63,14 @@ class Rule:
         grad_scale: float,
         *,
         dither: Dither | None = None,
-        threads: int = 1,
     ) -> None:
         """Update a shard's moments in place like `apply`, and nothing else. Arguments as of `apply`, in host memory."""
         raise NotImplementedError
+
+    @property
+    def has_two_parts(self) -> bool:
+        """Whether the rule has `apply_weights` and `apply_moments`: one after the other, they do in host memory what `apply` does."""
+        return False
 
     def apply(
         self,
@@ -123,8 +127,18 @@ class AdamRule(Rule):
         names = ("lr", "betas", "eps", "weight_decay")
         return AdamScalars.of(**{name: group[name] for name in names}, step=step, decoupled=self.decoupled)
 
-    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0, keeps_moments=False):
-        scalars, change = scalars.scaled(grad_scale), adam_weights if keeps_moments else _adam_step
+    def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
+        self._apply(_adam_step, shard, grad, scalars.scaled(grad_scale), dither, threads)
+
+    def apply_weights(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
+        """As `apply`, but the moments keep their values."""
+        self._apply(adam_weights, shard, grad, scalars.scaled(grad_scale), dither, threads)
+
+    def apply_moments(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
+        """The rest of `apply` after `apply_weights`. grad: bf16 or fp32."""
+        adam_moments(_moments(shard), grad, scalars.scaled(grad_scale), dither=dither, threads=threads)
+
+    def _apply(self, change, shard, grad, scalars, dither, threads) -> None:
         if shard.format.name in _FUSED:
             change(shard["weight"], shard.get("residual"), _moments(shard), grad, scalars, dither=dither, threads=threads)
             return
@@ -139,8 +153,12 @@ class AdamRule(Rule):
     def can_advance(self):
         return self.decoupled and type(self).apply is AdamRule.apply  # a subclass may compute another update
 
-    def advance(self, shard, grad, scalars, grad_scale, *, dither=None, threads=1):
-        adam_moments(_moments(shard), grad, scalars.scaled(grad_scale), dither=dither, threads=threads)
+    def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
+        self.apply_moments(shard, grad, scalars, grad_scale, dither=dither, threads=1)
+
+    @property
+    def has_two_parts(self):
+        return self.can_advance
 
 
 def _adam_step(weight, residual, moments, grad, scalars, **how) -> None:

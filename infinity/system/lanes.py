@@ -144,7 +144,7 @@ class Lane:
         self._ended = False
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in order, each with a ready function
         self._idle: dict[Job, Callable[[], bool]] = {}  # idle jobs in order, likewise
-        self._has_idled = False  # an idle job has been pushed
+        self._has_had_idle_jobs = False
         self._hurried: list[Job] = []  # waiting jobs in the order of `hurry`
         self._changed = Monitor()  # guards the line and the end of the lane
         self._thread = threading.Thread(target=_on_this_device(self._loop), name=f"{THREADS}{name}", daemon=True)
@@ -169,7 +169,7 @@ class Lane:
             if self._ended and threading.get_ident() != self.ident:  # checked under the lock: the lane may end, and never run a later job
                 raise RuntimeError(f"lane {self.name} accepts no more jobs: the engine is closed")
             (self._idle if idle else self._line)[job] = ready
-            self._has_idled |= idle
+            self._has_had_idle_jobs |= idle
             if not quiet:
                 self._changed.notify()
         return job
@@ -181,7 +181,7 @@ class Lane:
 
     def in_words(self, job: Job) -> str:
         """The job's kind and the number of jobs before it; from any thread."""
-        line = list(self._line)
+        line = [*self._line, *reversed(self._idle)]
         num_before = line.index(job) + 1 if job in line else 0  # including the running job
         behind = f", after {num_before} other{'s' if num_before > 1 else ''}" if num_before else ""
         return f"{self.does}{f' of {job.what}' if job.what else ''}{behind}"
@@ -200,13 +200,18 @@ class Lane:
     def drain(self) -> None:
         """Wait until all jobs so far are over, whether they succeeded or not."""
         self.push(lambda: None).wait()
-        if self._has_idled:  # the jobs may have pushed idle ones
+        if self._has_had_idle_jobs:  # the jobs may have pushed idle jobs
             last = Job(lambda: None)
             last.lane = self
             with self._changed:
-                self._idle = {last: lambda: False} | self._idle  # as the oldest one, the job runs last
-                self._changed.notify()
-            last.wait()
+                has_ended = self._ended
+                if not has_ended:
+                    self._idle = {last: lambda: False} | self._idle  # as the oldest one, the job runs last
+                    self._changed.notify()
+            if has_ended:
+                self._join()  # the lane finishes all jobs
+            else:
+                last.wait()
 
     def abandon(self, error: BaseException) -> None:
         """Unfinished jobs may never end: waiting threads get the error, and `close` waits only some seconds."""
@@ -223,9 +228,12 @@ class Lane:
             with self._changed:
                 self._ended = True
                 self._changed.notify()
-            while self._thread.is_alive() and self.abandoned is None:
-                self._thread.join(_GLANCE_S)
-            self._thread.join(_GRACE_S)
+            self._join()
+
+    def _join(self) -> None:
+        while self._thread.is_alive() and self.abandoned is None:
+            self._thread.join(_GLANCE_S)
+        self._thread.join(_GRACE_S)
 
     def _loop(self) -> None:
         while self._has_more():

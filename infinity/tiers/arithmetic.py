@@ -10,7 +10,8 @@ Knows the pieces of a chunk, and the parameters that had a gradient. Must not kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -52,12 +53,12 @@ def update(
     keeps_moments: bool = False,
 ) -> Computed:
     """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: of `Updater`.
-    keeps_moments: only weights change, and `Computed.advance` follows; for rules that can advance."""
+    keeps_moments: change only weights. The caller then calls `Computed.update_moments`. The rule must have two parts."""
     computed = Computed(runs(chunk, params, merge=seed is None), hyper, params, seed)
-    how = {"threads": threads} | ({"keeps_moments": True} if keeps_moments else {})
+    apply = hyper.rule.apply_weights if keeps_moments else hyper.rule.apply
     for part, scalars, dither in computed.parts():
         shard = state.part(part.start, part.stop)
-        hyper.rule.apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, **how)
+        apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=threads)
     return computed
 
 
@@ -76,11 +77,18 @@ class Computed:
             for start, end, dither in _dithered(run, self.params, self.seed):
                 yield slice(start, end), self.hyper.scalars(run.group, run.step), dither
 
-    def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor, *, threads: int = 1) -> None:
+    def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
         """Replay the update on moments in place. moments: by name, 1-D [shard_used]. gradient: of the update."""
+        self._on_moments(self.hyper.rule.advance, moments, gradient)
+
+    def update_moments(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor, *, threads: int) -> None:
+        """Finish an update that has changed only weights. Arguments as of `advance`. threads: of `Updater`."""
+        self._on_moments(functools.partial(self.hyper.rule.apply_moments, threads=threads), moments, gradient)
+
+    def _on_moments(self, change: Callable, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
         for part, scalars, dither in self.parts():
             shard = {name: segment[part] for name, segment in moments.items()}
-            self.hyper.rule.advance(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither, threads=threads)
+            change(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither)
 
 
 @dataclass(slots=True)

@@ -11,17 +11,18 @@ Knows the segments and the gradient shard of a chunk, and the hyper-parameters o
 # leave for NVMe. An update that waits for a slot keeps its turn ([Note: order of grants] in slots.py).
 #
 # [Note: gradients that leave the device for their update]
-# Lane gc copies such a gradient to a slot ahead of the update, so that both links work at once. But a gradient that has no place in storage
-# can hold its slot forever if the update needs another gradient first. So the update lane copies such gradients when their turn has come.
-# If a model has gradients of both kinds, the lane copies all of them. Otherwise the lane would need a slot while gradients of later updates
-# fill all slots, and would write one of these to NVMe. (14.8 B parameters: 9.5 GB a step were written and read.)
+# Lane gc copies a gradient that stayed on the device to a slot ahead of the update. So both links work at once. But a gradient without a
+# place in storage can hold its slot forever if the update lane needs another gradient first. So the update lane itself copies such a gradient,
+# when its turn has come. If a model has gradients of both kinds, the update lane copies all of them. Otherwise that lane would need a slot
+# while gradients of later updates fill all slots, and would write one of these to NVMe. (14.8 B parameters: 9.5 GB a step were written.)
 #
 # [Note: weights before moments]
-# If updates follow step(), the next forward pass waits for weights, not for moments. The bandwidth of host memory limits an update. If a
-# record and its gradient are at home there, an update on behalf of a GPU has two jobs: the first one computes weights from the old moments
-# and the gradient, and moves 18 of 26 bytes a parameter. The second one computes the moments once more and stores them. The lane runs the
-# second jobs when no other job waits, which is usually in the backward pass. The last layers come first, because their next gradients do.
-# `finish` waits for both jobs, and a fetch only for the first. On the CPU the ops would compete with the longer second job.
+# If updates follow step(), the next forward pass waits for weights, not for moments. The bandwidth of host memory limits an update. So an
+# update has two jobs if the engine trains on a GPU, and host memory is the home of the record and the gradient. The first job computes the
+# weights from the old moments and the gradient. It moves 18 of the 26 bytes a parameter. The second job computes the moments once more and
+# stores them. The lane runs second jobs when no other job waits. Usually this is during the backward pass. The last layers come first,
+# because their next gradients arrive first. `finish` waits for both jobs, and a fetch only for the first. Two jobs move 36 bytes. On the CPU,
+# ops need this bandwidth, so an update has one job.
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ import torch
 
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.optim.shard import Shard
-from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
-from infinity.plan.schedule import Moment, may_pass, moment
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
+from infinity.plan.schedule import Moment, may_pass, may_take_two_jobs, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, rehearse, update
@@ -139,17 +140,14 @@ class Updater:
         if chunk.on_device:
             self._update_on_device(chunk, gradient_job, hyper)
         else:
-            is_sent = chunk.gradient_on_device and not self._lane_copies
-            in_two = not early and self._may_take_two_jobs(chunk, hyper)
+            is_sent = chunk.gradient_on_device and not self._update_lane_copies
+            at_home = all(home.is_host for home in chunk.homes.values())
+            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=chunk.record.format.gradient)
+            in_two = self.moments_follow and not early and may_take_two and hyper.rule.has_two_parts
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
 
-    def _may_take_two_jobs(self, chunk: ChunkState, hyper: Hyper) -> bool:
-        """See [Note: weights before moments]. The arithmetic of a second job takes no fp16 gradient."""
-        at_home = all(chunk.homes[kind].is_host for kind in KINDS)  # a gradient that stayed on the device is at home before the update
-        return self.moments_follow and at_home and hyper.rule.can_advance and chunk.record.format.gradient != "fp16"
-
     @functools.cached_property
-    def _lane_copies(self) -> bool:
+    def _update_lane_copies(self) -> bool:
         """Whether the lane copies gradients from the device, see [Note: gradients that leave the device for their update]."""
         return any(chunk.homes[GRADIENTS].is_device and not chunk.homes[STATES].is_device for chunk in self.chunks)
 
@@ -161,7 +159,7 @@ class Updater:
             self.records.hurry_all()
         if chunk.update.job is not None:
             self.events.wait("update", chunk.update.job, chunk.index)
-        if chunk.update.moments_job is not None:  # which the first job has pushed
+        if chunk.update.moments_job is not None:  # the first job has pushed this job
             self.lane.hurry(chunk.update.moments_job)
             self.events.wait("update", chunk.update.moments_job, chunk.index)
 
@@ -188,10 +186,10 @@ class Updater:
             return may_pass(gradient_stays=gradient_stays, there=(job is None or job.done for job in needed))
 
         gradient_stays, needed = chunk.extents[GRADIENTS] is None, (gradient_job, weights, states, copy_job)
-        is_copied = chunk.gradient_on_device and self._lane_copies
-        if gradient_job.done and not is_copied:
+        is_copied_here = chunk.gradient_on_device and self._update_lane_copies
+        if gradient_job.done and not is_copied_here:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may be on NVMe
-        user = None if is_copied else gradient_job  # such an update needs a slot before it frees one
+        user = None if is_copied_here else gradient_job  # such an update needs a slot before it frees one
         with self.records.lock:
             self._users.append(user)
         chunk.update.moments_job = None
@@ -239,7 +237,7 @@ class Updater:
             computed = self._compute(chunk, lease.shard, gradient, hyper, keeps_moments=in_two)
             if in_two:  # pushed here, because an interrupt of the training thread could separate two jobs
                 chunk.update.moments_job = self.lane.push(
-                    lambda: self._advance_on_host(chunk, lease, computed), chunk.title, ready=lambda: True, idle=True
+                    lambda: self._update_moments_on_host(chunk, lease, computed), chunk.title, ready=lambda: True, idle=True
                 )
                 return
             catch_up = None
@@ -247,12 +245,12 @@ class Updater:
                 catch_up = chunk.redo.catch_up(chunk.record, lease.entries[STATES].memory.buffer, gradient, computed, was_clean=clean)
         self._end_update(chunk, lease, catch_up)
 
-    def _advance_on_host(self, chunk: ChunkState, lease: Lease, computed: Computed) -> None:
+    def _update_moments_on_host(self, chunk: ChunkState, lease: Lease, computed: Computed) -> None:
         """Update the moments after the weights."""
         moments = segments(chunk.record, STATES, lease.entries[STATES].memory.tensor)
         with self.gradients.shard(chunk) as gradient:
             start = now()
-            computed.advance(moments, gradient, threads=self.threads)
+            computed.update_moments(moments, gradient, threads=self.threads)
             self.events.moved("update", chunk.index, _moments_nbytes(moments), start, now())
         self._end_update(chunk, lease)
 
@@ -285,4 +283,5 @@ class Updater:
 
 
 def _moments_nbytes(segments: Mapping[str, torch.Tensor]) -> int:
+    """Of Adam, the only rule with two parts."""
     return sum(segments[name].nbytes for name in ADAM_MOMENTS)

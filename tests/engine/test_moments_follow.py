@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_states, run_micro_batches, states_of, training
 from models import Chain, tiny_gpt, tokens
+from test_control_flow import CHOICES, MIXTURES, ON_RANKS, Mixture, batch, chosen, two_ranks  # noqa: F401
+from test_ranks import ranks, share
 
 import infinity
 from infinity.tiers.arithmetic import Computed
@@ -38,7 +40,7 @@ def run(directory, *, moments_follow, between=lambda engine, step: None, make=ti
 @pytest.fixture
 def advanced(monkeypatch):
     """The second jobs so far, and an event that lets them run, set at first."""
-    seen, gate, advance = [], threading.Event(), Computed.advance
+    seen, gate, advance = [], threading.Event(), Computed.update_moments
     gate.set()
 
     def noted(self, moments, gradient, **options):
@@ -46,8 +48,9 @@ def advanced(monkeypatch):
         seen.append(self)
         return advance(self, moments, gradient, **options)
 
-    monkeypatch.setattr(Computed, "advance", noted)
-    return seen, gate
+    monkeypatch.setattr(Computed, "update_moments", noted)
+    yield seen, gate
+    gate.set()
 
 
 WAYS = {
@@ -74,7 +77,7 @@ def test_two_jobs_give_the_bits_of_one(way, delays, advanced, tmp_path):
     assert advanced[0]
 
 
-def test_a_forward_pass_waits_for_weights_only(advanced, tmp_path):
+def test_a_forward_pass_waits_for_weights_only(advanced, monkeypatch, tmp_path):
     seen, gate = advanced
     with training(tiny_gpt, tmp_path, update="deferred", dtype="bf16", **IN_HOST) as (model, engine, optimizer):
         engine.updater.moments_follow = True
@@ -92,11 +95,16 @@ def test_a_forward_pass_waits_for_weights_only(advanced, tmp_path):
         loss = model(*tokens(3))  # on the new weights of every layer
         assert not seen and all(chunk.update.job.done for chunk in engine.registry.chunks)
         assert all(chunk.update.is_running for chunk in engine.registry.chunks)
-        opener = threading.Timer(0.3, gate.set)
-        opener.start()
+        wait, waited = engine.events.wait, []
+
+        def opened(link, job, what):
+            waited.append(job)
+            gate.set()
+            return wait(link, job, what)
+
+        monkeypatch.setattr(engine.events, "wait", opened)
         loss.backward()
-        assert len(seen) > 0
-        opener.join()
+        assert seen and any(chunk.update.moments_job in waited for chunk in engine.registry.chunks)
         assert not any(chunk.update.is_running for chunk in engine.registry.chunks)
         optimizer.step()
         found = states_of(engine, model)
@@ -139,7 +147,7 @@ def _unchanged(param):
 
 @pytest.mark.parametrize("what", BETWEEN)
 def test_calls_between_the_two_jobs_see_the_whole_update(what, tmp_path):
-    """The second job of each update is slow, and the call comes right after step()."""
+    """Each job of the update lane is slow, and the call comes right after step()."""
 
     def trained(directory, moments_follow):
         with training(tiny_gpt, directory, options=OPTIONS, dtype="bf16", **IN_HOST) as (model, engine, optimizer):
@@ -182,7 +190,7 @@ def test_an_error_in_a_second_job_reaches_the_program(monkeypatch, tmp_path):
     with pytest.raises(ArithmeticError, match="no moments"), training(tiny_gpt, tmp_path, options=OPTIONS, **IN_HOST) as (model, engine, optimizer):
         engine.updater.moments_follow = True
         train(model, optimizer, steps=1)
-        monkeypatch.setattr(Computed, "advance", fail)
+        monkeypatch.setattr(Computed, "update_moments", fail)
         train(model, optimizer, steps=2, first=1)
 
 
@@ -230,3 +238,81 @@ def test_layer_wise_steps_have_the_same_bits(advanced, tmp_path):
 
     assert_same_states(trained("two"), trained("one"))
     assert advanced[0]
+
+
+def test_a_wait_for_moments_overtakes_those_of_other_chunks(monkeypatch, tmp_path):
+    with training(tiny_gpt, tmp_path, update="deferred", **IN_HOST) as (model, engine, optimizer):
+        engine.updater.moments_follow = True
+        lane, order, end = engine.updater.lane, [], engine.updater._end_update
+        release, started, gate = threading.Event(), threading.Event(), threading.Event()
+
+        def ended(chunk, lease):
+            started.set()
+            assert gate.wait(SECONDS)
+            order.append(chunk.index)
+            end(chunk, lease)
+
+        monkeypatch.setattr(engine.updater, "_end_update", ended)
+        lane.push(lambda: release.wait(SECONDS))
+        model(*tokens(0)).backward()
+        optimizer.step()
+        release.set()
+        assert started.wait(SECONDS)  # of the last chunk
+        hurry = lane.hurry
+        monkeypatch.setattr(lane, "hurry", lambda job: (hurry(job), gate.set()))
+        engine.updater.finish(engine.registry.chunks[0])
+        engine.updater.drain()
+        last = len(engine.registry.chunks) - 1
+        assert order[:3] == [last, 0, last - 1]
+
+
+class OwnRule(infinity.Rule):
+    """Momentum without weights, so that the moments follow from the gradient alone."""
+
+    moments = ("velocity",)
+    can_advance = True
+
+    def update(self, p, g, moments, scalars):
+        velocity = moments["velocity"]
+        velocity *= 0.9
+        velocity += g
+        p -= velocity * scalars["lr"]
+
+    def advance(self, shard, grad, scalars, grad_scale, *, dither=None):
+        velocity = shard["velocity"]
+        velocity *= 0.9
+        velocity += grad.float() * grad_scale
+
+
+def test_a_rule_of_the_program_takes_one_job(advanced, tmp_path):
+    own = lambda params, lr, **options: infinity.Elementwise(params, OwnRule(), {"lr": lr}, **options)
+    with training(tiny_gpt, tmp_path, optimizer=own, options=OPTIONS, **IN_HOST) as (model, engine, optimizer):
+        engine.updater.moments_follow = True
+        train(model, optimizer, steps=2)
+    assert not advanced[0]
+
+
+def train_mixture(directory, options, choice, moments_follow):
+    """Run by each of two ranks: the states after six steps. Each second job takes long."""
+    torch.manual_seed(0)
+    model = Mixture(leaf=True, **options)
+    engine = infinity.offload(model, infinity.Config(swap_dirs=directory, **ON_RANKS | IN_HOST | {"update": "deferred"}))
+    optimizer = infinity.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    with engine:
+        engine.updater.moments_follow = moments_follow
+        second = engine.updater._update_moments_on_host
+        engine.updater._update_moments_on_host = lambda *args: (time.sleep(0.01), second(*args))
+        for step in range(6):
+            model(share(batch(step)), chosen(step, ranks()[0], choice)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return states_of(engine, model)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_gradients_of_other_ranks_only_wait_for_moments(choice, two_ranks, tmp_path):  # noqa: F811
+    """This rank has no gradient for an expert that another rank has chosen, so no arrival waits for the last update."""
+    options = MIXTURES["unused output"]
+    one, two = (two_ranks.run(train_mixture, tmp_path, options, choice, moments_follow) for moments_follow in (False, True))
+    for states, expected in zip(two, one, strict=True):
+        assert_same_states(states, expected)

@@ -186,11 +186,11 @@ def assert_equal_bits(shard, other, names):
         assert mine is its is None or torch.equal(bits(mine), bits(its)), name
 
 
-def test_only_a_decoupled_update_changes_weights_and_moments_apart():
+def test_only_a_decoupled_update_changes_weights_and_moments_separately():
     shard, scalars = Shard(64, ("split", torch.bfloat16, False)), AdamScalars.of(**HYPER, decoupled=False)
-    with pytest.raises(ValueError, match="weights and moments apart"):
+    with pytest.raises(ValueError, match="weights and moments separately"):
         adam_weights(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars)
-    with pytest.raises(ValueError, match="weights and moments apart"):
+    with pytest.raises(ValueError, match="weights and moments separately"):
         adam_moments((shard.momentum, shard.variance), shard.grad, scalars)
 
 

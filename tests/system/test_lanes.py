@@ -289,3 +289,20 @@ def test_drain_and_close_wait_for_idle_jobs_that_jobs_push(ends):
     ends(lane)
     assert sorted(done) == [0, 1, 2]
     lane.close()
+
+
+def test_drain_ends_if_the_lane_ends_meanwhile(monkeypatch):
+    lane = Lane("test")
+    lane.push(lambda: None, idle=True)
+    wait = Job.wait
+
+    def closed(job):
+        result = wait(job)
+        lane.close()
+        return result
+
+    monkeypatch.setattr(Job, "wait", closed)
+    thread = threading.Thread(target=lane.drain, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()

@@ -26,7 +26,7 @@ class GradientReductions:
         """
         if not self.course.in_backward or chunk.update.is_early or self.course.off_plan:
             return
-        self.gradients.reduce(chunk)
+        self._reduce(chunk)
         self.updates.gradient_complete(chunk)
 
     def reduce_unplanned(self) -> None:
@@ -40,7 +40,7 @@ class GradientReductions:
         complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in self.chunks]
         for chunk, is_complete, is_empty in zip(self.chunks, *self._agree(complete, self._empty(), is_over=False)):
             if is_complete and not is_empty:
-                self.gradients.reduce(chunk)
+                self._reduce(chunk)
                 self.updates.gradient_complete(chunk)
 
     def reduce_all(self, has_gradients: bool) -> tuple[bool, list[ChunkState]]:
@@ -51,8 +51,12 @@ class GradientReductions:
         empty, none_came = self._agree(self._empty(), [not has_gradients] * len(self.chunks), is_over=True)
         found = [chunk for chunk, is_empty in zip(self.chunks, empty) if not is_empty]
         for chunk in found:
-            self.gradients.reduce(chunk)
+            self._reduce(chunk)
         return not none_came[0], found
+
+    def _reduce(self, chunk: ChunkState) -> None:
+        self.updates.updater.finish(chunk)  # the new gradient may be of other ranks only: then no arrival has finished the last update
+        self.gradients.reduce(chunk)
 
     def _empty(self) -> list[bool]:
         return [chunk.gradient.unreduced.flat is None for chunk in self.chunks]

@@ -293,13 +293,14 @@ class Updates:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
         self._users.append(gradient)
         entries: dict[str, Entry] = {}
-        in_two = self.step.moments_follow and not early and all(chunk.homes[kind].is_host for kind in KINDS)
-        updating = chunk.updating = self.lane.push(
+        at_home = all(home.is_host for home in chunk.homes.values())
+        may_take_two = schedule.may_take_two_jobs(in_host_memory=at_home, gradient=chunk.record.format.gradient)
+        in_two = self.step.moments_follow and not early and may_take_two
+        chunk.updating_moments = Flag(True)
+        chunk.updating = self.lane.push(
             self._run_update(chunk, weights, states, gradient, copied, entries, in_two),
             lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
         )
-        if in_two:
-            chunk.updating_moments = self.lane.push(self._run_moments(chunk, entries), lambda: updating.raised, idle=True)
 
     def hurry(self, chunk: PlayedChunk) -> None:
         self.lane.hurry(chunk.updating)
@@ -328,13 +329,14 @@ class Updates:
         entries[GRADIENTS] = gradient_entry
         changed = chunk.record.nbytes - (self._moments_nbytes(chunk) if in_two else 0)
         yield self._update_of(chunk, chunk.record.nbytes, changed)
-        if not in_two:
+        if in_two:
+            chunk.updating_moments = self.lane.push(self._run_moments(chunk, entries), lambda: True, idle=True)
+        else:
             self._end_update(chunk, entries)
         self._users.remove(gradient)
         self.records.notify()
 
     def _run_moments(self, chunk: PlayedChunk, entries: dict[str, Entry]):
-        yield chunk.updating
         nbytes = self._moments_nbytes(chunk)
         yield self._update_of(chunk, nbytes, nbytes)
         self._end_update(chunk, entries)
@@ -360,9 +362,9 @@ class Updates:
             self.begin(chunk)
         if chunk.is_updating:
             self.records.hurry_all()
+        yield from self.rank.wait("update", chunk.updating)
         self.lane.hurry(chunk.updating_moments)
-        for updating in (chunk.updating, chunk.updating_moments):
-            yield from self.rank.wait("update", updating)
+        yield from self.rank.wait("update", chunk.updating_moments)
 
     def finish_step(self):
         rank = self.rank
