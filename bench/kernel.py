@@ -75,7 +75,7 @@ class Chunks:
         self.step += 1
         scalars = AdamScalars.of(**HYPER, betas=BETAS, step=self.step)
         for record in self.ours if dither is None else self.dithered:
-            adam_step(*record, scalars, dither=dither, threads=threads, isa=isa)
+            adam_step(*record[:2], record[2:4], record[4], scalars, dither=dither, threads=threads, isa=isa)
 
     def run_torch(self) -> None:
         self.step += 1

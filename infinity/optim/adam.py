@@ -121,56 +121,41 @@ class Dither:
 def adam_step(
     weight: torch.Tensor,
     residual: torch.Tensor | None,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
     dither: Dither | None = None,
     threads: int = 0,
     isa: str | None = None,
+    keeps_moments: bool = False,
 ) -> None:
-    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32.
+    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32. moments: momentum and variance.
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual None are the
     master itself. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in
     _adam.c). threads: 0 means one for each CPU of the calling thread. isa: one of `_adam.isas()`, "triton" or "torch" forces a variant.
-    All give equal bits; every resulting NaN is 0x7FC00000. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks
-    isa.
+    All give equal bits; every resulting NaN is 0x7FC00000. keeps_moments: change only weight and residual. `adam_moments` does the rest, for
+    a decoupled update in host memory. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
     """
-    _check_master(weight, residual, dither)
-    _check_moments(momentum, variance, grad, dither, like=weight)
-    if isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
-        keys = None if dither is None else (dither.key0, dither.key1, dither.index)
-        return _device_kernels().adam(weight, residual, momentum, variance, grad, scalars.numbers, scalars.decoupled, keys)
-    if isa == "torch" or weight.device.type != "cpu":
-        return _adam_torch(weight, residual, momentum, variance, grad, scalars, dither)
-    _call_kernel((weight, residual, momentum, variance, grad), scalars, dither, threads, isa, stores=_WEIGHTS | _MOMENTS)
-
-
-def adam_weights(
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    moments: tuple[torch.Tensor, torch.Tensor],
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    *,
-    dither: Dither | None = None,
-    threads: int = 0,
-    isa: str | None = None,
-) -> None:
-    """Change weight and residual as `adam_step` does, and keep the moments. `adam_moments` does the rest. For a decoupled update in host memory.
-
-    moments: (momentum, variance). Other arguments and errors as for `adam_step`.
-    """
-    _check_master(weight, residual, dither)
-    _check_moments(*moments, grad, dither, like=weight)
-    _check_can_split(weight, scalars)
-    _call_kernel((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=_WEIGHTS)
+    _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
+    if residual is not None:
+        _check(residual, "residual", torch.int16, like=weight)
+    if dither is not None and residual is None:
+        raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
+    _check_moments(moments, grad, dither, like=weight)
+    if keeps_moments:
+        _check_can_split(grad, scalars)
+    elif isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
+        return _device_kernels().adam(weight, residual, *moments, grad, scalars.numbers, scalars.decoupled, _keys(dither))
+    elif isa == "torch" or weight.device.type != "cpu":
+        return _adam_torch(weight, residual, *moments, grad, scalars, dither)
+    stores = _WEIGHTS if keeps_moments else _WEIGHTS | _MOMENTS
+    _call_kernel((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=stores)
 
 
 def adam_moments(
-    moments: tuple[torch.Tensor, torch.Tensor],
+    moments: Sequence[torch.Tensor],
     grad: torch.Tensor,
     scalars: AdamScalars,
     *,
@@ -178,8 +163,8 @@ def adam_moments(
     threads: int = 0,
     isa: str | None = None,
 ) -> None:
-    """Change the moments as `adam_step` does. Arguments and conditions as for `adam_weights`."""
-    _check_moments(*moments, grad, dither)
+    """The rest of an update after `adam_step` with keeps_moments. Arguments and errors are the same."""
+    _check_moments(moments, grad, dither)
     _check_can_split(grad, scalars)
     _call_kernel((None, None, *moments, grad), scalars, dither, threads, isa, stores=_MOMENTS)
 
@@ -195,22 +180,19 @@ def _call_kernel(
         grad.dtype == torch.float32,
         scalars.numbers,
         scalars.decoupled,
-        None if dither is None else (dither.key0, dither.key1, dither.index),
+        _keys(dither),
         threads,
         isa,
         stores,
     )
 
 
-def _check_master(weight: torch.Tensor, residual: torch.Tensor | None, dither: Dither | None) -> None:
-    _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
-    if residual is not None:
-        _check(residual, "residual", torch.int16, like=weight)
-    if dither is not None and residual is None:
-        raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
+def _keys(dither: Dither | None) -> tuple[int, int, int] | None:
+    return None if dither is None else (dither.key0, dither.key1, dither.index)
 
 
-def _check_moments(momentum: torch.Tensor, variance: torch.Tensor, grad: torch.Tensor, dither: Dither | None, like=None) -> None:
+def _check_moments(moments: Sequence[torch.Tensor], grad: torch.Tensor, dither: Dither | None, like: torch.Tensor | None = None) -> None:
+    momentum, variance = moments
     dtype = torch.float32 if dither is None else torch.bfloat16
     _check(momentum, "momentum", dtype, like=like)
     _check(variance, "variance", dtype, like=momentum)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from infinity.formats.format import Format
-from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step, adam_weights, store_dithered
+from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step, store_dithered
 from infinity.optim.shard import Shard
 
 _BLOCK_NUMEL = 1 << 16  # a multiple of the block of every storage
@@ -56,13 +56,7 @@ class Rule:
         return False
 
     def advance(
-        self,
-        shard: dict[str, torch.Tensor],
-        grad: torch.Tensor,
-        scalars: Any,
-        grad_scale: float,
-        *,
-        dither: Dither | None = None,
+        self, shard: dict[str, torch.Tensor], grad: torch.Tensor, scalars: Any, grad_scale: float, *, dither: Dither | None = None
     ) -> None:
         """Update a shard's moments in place like `apply`, and nothing else. Arguments as of `apply`, in host memory."""
         raise NotImplementedError
@@ -128,25 +122,25 @@ class AdamRule(Rule):
         return AdamScalars.of(**{name: group[name] for name in names}, step=step, decoupled=self.decoupled)
 
     def apply(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
-        self._apply(_adam_step, shard, grad, scalars.scaled(grad_scale), dither, threads)
+        self._apply(shard, grad, scalars.scaled(grad_scale), dither, threads=threads)
 
     def apply_weights(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
         """As `apply`, but the moments keep their values."""
-        self._apply(adam_weights, shard, grad, scalars.scaled(grad_scale), dither, threads)
+        self._apply(shard, grad, scalars.scaled(grad_scale), dither, threads=threads, keeps_moments=True)
 
     def apply_moments(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
         """The rest of `apply` after `apply_weights`. grad: bf16 or fp32."""
         adam_moments(_moments(shard), grad, scalars.scaled(grad_scale), dither=dither, threads=threads)
 
-    def _apply(self, change, shard, grad, scalars, dither, threads) -> None:
+    def _apply(self, shard, grad, scalars, dither, **how) -> None:
         if shard.format.name in _FUSED:
-            change(shard["weight"], shard.get("residual"), _moments(shard), grad, scalars, dither=dither, threads=threads)
+            adam_step(shard["weight"], shard.get("residual"), _moments(shard), grad, scalars, dither=dither, **how)
             return
         block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
         for begin in range(0, grad.numel(), block):
             part = shard.part(begin, min(begin + block, grad.numel()))
             master = part.masters()
-            change(master, None, _moments(part), grad[begin : begin + block].float(), scalars, threads=threads)
+            adam_step(master, None, _moments(part), grad[begin : begin + block].float(), scalars, **how)
             part.codec.store(part, master)
 
     @property
@@ -159,10 +153,6 @@ class AdamRule(Rule):
     @property
     def has_two_parts(self):
         return self.can_advance
-
-
-def _adam_step(weight, residual, moments, grad, scalars, **how) -> None:
-    adam_step(weight, residual, *moments, grad, scalars, **how)
 
 
 def _moments(shard: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

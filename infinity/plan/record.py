@@ -50,6 +50,12 @@ class Record:
         return self.nbytes - self.states_offset
 
     @property
+    def moments_nbytes(self) -> int:
+        """The optimizer's states, without padding."""
+        segments = self.format.state_segments
+        return sum(segment.nbytes(self.numel) for segment in segments if segment.name in self.format.moments)
+
+    @property
     def late_gradient(self) -> tuple[Segment, int, int]:
         """LATE_GRADIENT, its offset behind the states and its bytes, padding included; no bytes where moments are never late."""
         numel = self.numel if self.format.may_be_late else 0

@@ -27,7 +27,6 @@ from infinity.optim.adam import (
     accumulate_,
     adam_moments,
     adam_step,
-    adam_weights,
     join_master,
     split_master,
 )
@@ -98,7 +97,7 @@ class Shard:
         tensors = (self.weight, self.residual, self.momentum, self.variance, self.grad)
         part = [t if t is None else t[begin:end] for t in tensors]
         dither = self.dither and self.dither.after(begin)
-        adam_step(*part, AdamScalars.of(**hyper, decoupled=self.decoupled), dither=dither, **how)
+        adam_step(*part[:2], part[2:4], part[4], AdamScalars.of(**hyper, decoupled=self.decoupled), dither=dither, **how)
         return self
 
     @property
@@ -173,7 +172,7 @@ def test_weights_and_then_moments_have_the_bits_of_one_update(values, layout, is
         before = Shard(100_032, layout, 10 * seed, values)
         shard, expected = before.clone(), before.clone().update(isa=isa)
         scalars, how = AdamScalars.of(**HYPER), {"dither": shard.dither, "isa": isa, "threads": 2}
-        adam_weights(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars, **how)
+        adam_step(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars, keeps_moments=True, **how)
         assert_equal_bits(shard, before, ["momentum", "variance"])
         assert_equal_bits(shard, expected, ["weight", "residual"])
         adam_moments((shard.momentum, shard.variance), shard.grad, scalars, **how)
@@ -189,7 +188,7 @@ def assert_equal_bits(shard, other, names):
 def test_only_a_decoupled_update_changes_weights_and_moments_separately():
     shard, scalars = Shard(64, ("split", torch.bfloat16, False)), AdamScalars.of(**HYPER, decoupled=False)
     with pytest.raises(ValueError, match="weights and moments separately"):
-        adam_weights(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars)
+        adam_step(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars, keeps_moments=True)
     with pytest.raises(ValueError, match="weights and moments separately"):
         adam_moments((shard.momentum, shard.variance), shard.grad, scalars)
 
@@ -267,7 +266,7 @@ def test_flushing_never_shows_in_the_result(scalars, momentum, variance, grad, i
     states = []
     for variant in (isa, "scalar"):
         tensors = [torch.full((64,), value) for value in (0.02, momentum, variance, grad)]
-        adam_step(tensors[0], None, *tensors[1:], scalars, isa=variant)
+        adam_step(tensors[0], None, tensors[1:3], tensors[3], scalars, isa=variant)
         states.append([bits(tensor) for tensor in tensors])
     assert all(map(torch.equal, *states))
 
@@ -314,7 +313,7 @@ def test_fp32_update_follows_torch_within_1e_6(decoupled, optimizer):
         param.grad = grad.clone()
         reference.step()
         scalars = AdamScalars.of(**hyper, step=step, grad_scale=0.5, decoupled=decoupled)
-        adam_step(weight, None, momentum, variance, grad * 2, scalars)
+        adam_step(weight, None, (momentum, variance), grad * 2, scalars)
     scale = param.detach().abs().clamp_min(0.1)
     assert ((weight - param.detach()).abs() / scale).max() < 1e-6
 
@@ -478,7 +477,7 @@ def test_a_forked_child_makes_its_own_pool():
         if child == 0:
             signal.alarm(30)
             try:
-                adam_step(shard.weight, shard.residual, shard.momentum, shard.variance, shard.grad, scalars, threads=4)
+                adam_step(shard.weight, shard.residual, (shard.momentum, shard.variance), shard.grad, scalars, threads=4)
                 same = all(a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(shard.bits, expected.bits))
                 os._exit(0 if same else 1)
             finally:
@@ -510,8 +509,9 @@ def test_update_refuses_wrong_tensors(change, message):
         "scalars": AdamScalars.of(**HYPER),
         **change,
     }
+    moments = arguments.pop("momentum"), arguments.pop("variance")
     with pytest.raises(ValueError, match=message):
-        adam_step(**arguments)
+        adam_step(moments=moments, **arguments)
 
 
 def test_steps_count_from_one():

@@ -266,6 +266,11 @@ def gather_seconds(ranks: Ranks, device: torch.device) -> float:
     return _median_seconds(lambda: ranks.gather(chunk, "a page"), device)
 
 
+def _update(record: list[torch.Tensor], **how) -> None:
+    weight, residual, momentum, variance, grad = record
+    adam_step(weight, residual, (momentum, variance), grad, _SCALARS, **how)
+
+
 def update_rate(device: torch.device) -> float:
     """Parameters per second that AdamW updates, with bf16 records in host memory or on the device."""
     arena, on_host, numel = Arena(), device.type == "cpu", UPDATE_NUMEL
@@ -278,8 +283,8 @@ def update_rate(device: torch.device) -> float:
     records = [[segment(dtype) for dtype in kinds] for _ in range(MIN_CHUNKS)]
     compared = slice(min(numel, 1 << 16))
     expected = [tensor[compared].clone() for tensor in records[0]]
-    adam_step(*expected, _SCALARS, isa="torch")
-    adam_step(*records[0], _SCALARS)
+    _update(expected, isa="torch")
+    _update(records[0])
     for got, wanted in zip(records[0], expected):
         _require(torch.equal(got[compared], wanted), 0, f"the update on {device}")
     found = []
@@ -287,7 +292,7 @@ def update_rate(device: torch.device) -> float:
         _wait_for(device)
         began = time.perf_counter()
         for record in records:
-            adam_step(*record, _SCALARS)
+            _update(record)
         _wait_for(device)
         found.append(len(records) * numel / (time.perf_counter() - began))
     arena.close()

@@ -292,13 +292,12 @@ class Updates:
         if gradient.raised:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
         self._users.append(gradient)
-        entries: dict[str, Entry] = {}
         at_home = all(home.is_host for home in chunk.homes.values())
         may_take_two = schedule.may_take_two_jobs(in_host_memory=at_home, gradient=chunk.record.format.gradient)
         in_two = self.step.moments_follow and not early and may_take_two
         chunk.updating_moments = Flag(True)
         chunk.updating = self.lane.push(
-            self._run_update(chunk, weights, states, gradient, copied, entries, in_two),
+            self._run_update(chunk, weights, states, gradient, copied, in_two),
             lambda: schedule.may_pass(gradient_stays=gradient_stays, there=(flag.raised for flag in there)),
         )
 
@@ -306,28 +305,21 @@ class Updates:
         self.lane.hurry(chunk.updating)
 
     def _run_update(
-        self,
-        chunk: PlayedChunk,
-        weights: PlayedRequest,
-        states: PlayedRequest,
-        gradient: Flag,
-        copied: Flag,
-        entries: dict[str, Entry],
-        in_two: bool,
+        self, chunk: PlayedChunk, weights: PlayedRequest, states: PlayedRequest, gradient: Flag, copied: Flag, in_two: bool
     ):
-        """entries: filled here, with the gradient's. in_two: only weights change."""
+        """in_two: only weights change here."""
         yield gradient
         gradient_entry = yield from self.records.obtain(chunk, GRADIENTS)
         self.records.hurry(weights)
         for request in (weights, states):
             yield request.granted
-        entries |= {WEIGHTS: weights.entry, STATES: states.entry}
+        entries = {WEIGHTS: weights.entry, STATES: states.entry}
         for entry in entries.values():
             yield from self.records.settle(entry)
         yield copied
         yield from self.records.begin_update(entries)
         entries[GRADIENTS] = gradient_entry
-        changed = chunk.record.nbytes - (self._moments_nbytes(chunk) if in_two else 0)
+        changed = chunk.record.nbytes - (chunk.record.moments_nbytes if in_two else 0)
         yield self._update_of(chunk, chunk.record.nbytes, changed)
         if in_two:
             chunk.updating_moments = self.lane.push(self._run_moments(chunk, entries), lambda: True, idle=True)
@@ -337,14 +329,9 @@ class Updates:
         self.records.notify()
 
     def _run_moments(self, chunk: PlayedChunk, entries: dict[str, Entry]):
-        nbytes = self._moments_nbytes(chunk)
-        yield self._update_of(chunk, nbytes, nbytes)
+        yield self._update_of(chunk, chunk.record.moments_nbytes, chunk.record.moments_nbytes)
         self._end_update(chunk, entries)
         self.records.notify()
-
-    def _moments_nbytes(self, chunk: PlayedChunk) -> int:
-        record = chunk.record
-        return sum(segment.nbytes(record.numel) for segment in record.format.state_segments if segment.name in record.format.moments)
 
     def _update_of(self, chunk: PlayedChunk, read: int, changed: int):
         """The work of an update that reads and changes so many bytes of the record."""
