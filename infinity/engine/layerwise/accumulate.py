@@ -51,6 +51,9 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     The first step finds the places where the model cannot be cut, and restarts. The parts around such a place run as one segment. In the worst
     case the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
 
+    If the device has room for all weights and gradients, and updates wait for step(), a step by layer would save nothing. From the second step
+    on the micro-batches run one after the other then, each with its blocks checkpointed.
+
     On one rank a step also restarts if the device has no room before the last backward passes. Then block inputs go to host memory, in
     this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
     either, half as many micro-batches pass the model together, and in the end one.
@@ -171,7 +174,9 @@ def _add_remedy(error: torch.OutOfMemoryError, engine, step: LayerwiseStep) -> N
 def _make_room(engine, step: LayerwiseStep) -> None:
     """The device had no room for a step: the next one runs fewer micro-batches together, or moves block inputs away."""
     limits = engine.cycle.layerwise_limits
-    if step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
+    if step.one_by_one:
+        engine.device_budget.run_by_layer()
+    elif step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
         limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activation_tier))
     else:
         activations = engine.activations or engine.parts.keep_activations()

@@ -54,7 +54,10 @@ class LayerwiseStep:
     def __init__(self, engine, model: nn.Module, num: int):
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.limits = engine.cycle.layerwise_limits
-        self.num, self.at_once = num, self.limits.at_once(num)
+        self.one_by_one = engine.device_budget.one_by_one and num > 1 and not self.limits.whole
+        self.num, self.at_once = num, 1 if self.one_by_one else self.limits.at_once(num)
+        if self.one_by_one:
+            self.limits.report("the device has room for all weights and gradients", "micro-batches run one after the other, which is faster")
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
         is_away = self.is_cut and self.limits.is_away(num)  # an uncut step runs as the ordinary loop
@@ -87,8 +90,8 @@ class LayerwiseStep:
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether the step may restart after a failure: the step is cut, no weight is updated, and there is no other rank."""
-        return not self._updates and self.num > 1 and self.is_cut and not self.engine.ranks.are_several
+        """Whether the step may restart after a failure: less memory is enough, no weight is updated, and there is no other rank."""
+        return not self._updates and self.num > 1 and (self.is_cut or self.one_by_one) and not self.engine.ranks.are_several
 
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
         """Run all forward and backward passes. works: the forward passes. streams: their random numbers, changed to the last states."""

@@ -1,0 +1,66 @@
+"""The sizes of a division of device memory: the engine's bytes, and the spans whose records or gradients fit there.
+
+Knows budgets, spans and the homes of records. Must not know how records and gradients move, or when memory is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from infinity.engine.memory.activation_meter import ActivationMeter
+from infinity.engine.memory.sum_memory import SumMemory
+from infinity.plan import placement as planner
+from infinity.plan.placement import Placement
+from infinity.plan.record import STATES
+from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.weights import Weights
+
+Visitors = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # see `planner.share_device`
+
+
+class DivisionSizes:
+    """stayable: chunks whose gradients may stay on the device. movable: whether any record has another home. beside_nbytes: for the sums of
+    layer-wise steps, beside the largest activations.
+    """
+
+    def __init__(self, weights: Weights, placement: Placement, meter: ActivationMeter, sums: SumMemory, stayable: Collection[int]):
+        self.registry, self.values, self.ranks = weights.registry, weights.values, weights.ranks
+        self.placement, self.meter, self.sums, self.stayable = placement, meter, sums, stayable
+        self.movable = not all(home.is_device for home in placement.homes[STATES])
+        self.beside_nbytes = 0
+
+    def budget_nbytes(self, sums: Iterable[ChunkState] = ()) -> int:
+        """Device bytes for the engine without sums that wait for step(), equal on all ranks. sums: of a layer-wise step, in order."""
+        if not self.movable:
+            return self.placement.device_nbytes
+        budget, least, meter = self.placement.device_nbytes, self.placement.least_nbytes, self.meter
+        if meter.gauge is not None:
+            budget = int(meter.room(meter.activation_nbytes))
+        self.beside_nbytes, total = self.sums.needed_nbytes(sums, meter.activation_nbytes)
+        if total:  # a sum may leave, weights always come
+            with_window = least + (planner.WINDOW_OPS - 1) * (least - self.placement.fixed_nbytes)
+            bound = budget - self.beside_nbytes
+            if meter.bound_nbytes is not None:
+                bound = min(bound, meter.bound_nbytes - total)
+            budget = max(min(budget, with_window), bound)
+        return int(self.ranks.least([max(budget, least)])[0])
+
+    def visitors(self, budget: int, *, holds_records: bool, by_layer: bool) -> Visitors:
+        """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there."""
+        return planner.share_device(
+            self.registry.layout,
+            [chunk.record for chunk in self.registry.chunks],
+            self.placement.homes[STATES],
+            room_nbytes=budget - self.placement.gradient_limit_nbytes if holds_records and self.movable else 0,
+            window_nbytes=self.placement.window_nbytes,
+            snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
+            may_stay=() if by_layer else self.stayable,
+            with_gradients=not by_layer,
+        )
+
+    def has_room_for_all(self) -> bool:
+        """Whether an ordinary step has room for all weights and gradients on the device, and needs no NVMe. Equal on all ranks."""
+        found = self.visitors(self.budget_nbytes(), holds_records=True, by_layer=False)
+        on_device = {span for spans in found for span, _ in spans}
+        chunks = (self.registry.chunks[index] for index in self.stayable)
+        return self.placement.window_nbytes is None and all(chunk.span.index in on_device for chunk in chunks)
