@@ -60,7 +60,7 @@ class Unreduced:
 class DeviceShard:
     """Device memory of a gradient shard.
 
-    made: CUDA event after which a gradient that stays is ready to leave; otherwise None. for_step: the memory is freed together
+    made: CUDA event after the last arrival, recorded only for a gradient that stays; otherwise None. for_step: the memory is freed together
     with the gradient. Otherwise the memory outlives the gradient, and the next step uses it again.
     """
 
@@ -71,10 +71,6 @@ class DeviceShard:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
-
-    def note_use(self, stream: torch.cuda.Stream | None) -> None:
-        """The gradient may leave after the work that this stream has now."""
-        self.made = stream.record_event() if stream is not None else None
 
 
 class GradientState:

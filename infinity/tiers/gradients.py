@@ -169,26 +169,26 @@ class Gradients:
             self.memory.free_for_step(chunk)
             chunk.gradient.clear()
 
-    def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None, *, ahead: bool = False) -> Job:
+    def send(self, chunk: ChunkState, arrived: Job, left: DeviceShard | None = None) -> Job:
         """Copy a gradient that stayed on the device to host memory, after the job `arrived`, because the update begins.
 
-        left: the shard that `GradientState.leave` returned, for a gradient that leaves without an update. ahead: the update comes later.
+        left: the shard that `GradientState.leave` returned, for a gradient that leaves without an update.
         """
         shard = left or chunk.gradient.device_shard
-        if ahead:
-            chunk.gradient.offload()
-            shard.note_use(torch.cuda.current_stream(self.device) if self.cuda else None)  # this stream has read the gradient
         ready = shard and shard.made  # an event, not the end of the stream: the next forward pass may have begun
-        return self.gc.push(lambda: self._copy_out(chunk, left, ready, arrived), chunk.title)
+
+        def work() -> None:
+            arrived.wait()
+            self._copy_out(chunk, left, ready)
+
+        return self.gc.push(work, chunk.title)
 
     def bring(self, chunk: ChunkState) -> None:
         """As `send`, at once and in the thread of the caller, for a gradient that has arrived."""
         self._copy_out(chunk, None, chunk.gradient.device_shard.made)
 
-    def _copy_out(self, chunk: ChunkState, left: DeviceShard | None, ready, arrived: Job | None = None) -> None:
-        if arrived is not None:
-            arrived.wait()
-        if left is None and not chunk.gradient.is_offloaded:
+    def _copy_out(self, chunk: ChunkState, left: DeviceShard | None, ready) -> None:
+        if left is None:
             chunk.gradient.offload()  # not earlier: on several ranks, the last arrival may add to the device shard
         with self._open(chunk) as target:
             begin = now()
@@ -292,8 +292,8 @@ class Gradients:
         chunk.gradient.arrive(on_device=True)
         if chunk.gradient.job is None or last != stream:
             chunk.gradient.job = Job.over(stream)
-        if chunk.gradient.stays:
-            shard.note_use(stream)
+        if chunk.gradient.stays and self.cuda:
+            shard.made = stream.record_event()
         self._note_arrival(chunk)
 
     @staticmethod

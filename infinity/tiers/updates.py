@@ -16,9 +16,6 @@ Knows the segments and the gradient shard of a chunk, and the hyper-parameters o
 # when its turn has come. If a model has gradients of both kinds, the update lane copies all of them. Otherwise that lane would need a slot
 # while gradients of later updates fill all slots, and would write one of these to NVMe. (14.8 B parameters: 8.6 GB a step were written.)
 #
-# If the norm decides about updates, a gradient with a home in host memory leaves as soon as it is complete. So the transfer takes place during
-# the backward pass. After step(), updates need the bandwidth of host memory.
-#
 # [Note: weights before moments]
 # If updates follow step(), the next forward pass waits for weights, not for moments. The bandwidth of host memory limits an update. So an
 # update has two jobs if the engine trains on a GPU, and host memory is the home of the record and the gradient. The first job computes the
@@ -152,12 +149,6 @@ class Updater:
     def _update_lane_copies(self) -> bool:
         """Whether the lane copies gradients from the device, see [Note: gradients that leave the device for their update]."""
         return any(chunk.homes[GRADIENTS].is_device and not chunk.homes[STATES].is_device for chunk in self.chunks)
-
-    def send_ahead(self, chunk: ChunkState) -> None:
-        """The training thread has summed the squares of a complete gradient: copy it to its home in host memory before step()."""
-        waits_on_device = chunk.gradient_on_device and not chunk.on_device and chunk.homes[GRADIENTS].is_host
-        if waits_on_device and not self.gradients.ranks.are_several and not self._update_lane_copies:
-            chunk.gradient.come_by(self.gradients.send(chunk, chunk.gradient.job, ahead=True))
 
     def finish(self, chunk: ChunkState) -> None:
         """Wait for the chunk's update, before the next gradient arrives or the record is read. An announced update begins first."""

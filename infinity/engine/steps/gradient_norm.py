@@ -34,8 +34,6 @@ class GradientNorm:
         """Sum the squares of a complete gradient during the backward pass, if the norm is expected."""
         if self.is_expected:
             self._begin_sum(chunk)
-            if chunk.gradient.squares.done:
-                self.updater.send_ahead(chunk)
 
     def of(self, chunks: list[ChunkState]) -> float:
         """The global norm of the summed gradients, the same bits for every placement and chunk size. All ranks must make this call."""
