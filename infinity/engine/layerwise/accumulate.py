@@ -51,8 +51,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     The first step finds the places where the model cannot be cut, and restarts. The parts around such a place run as one segment. In the worst
     case the whole model runs as in the ordinary loop. Each reason is printed once and is listed in stats()["layerwise_unsplit_reasons"].
 
-    If the device has room for all weights and gradients, and updates wait for step(), a step by layer would save nothing. From the second step
-    on the micro-batches run one after the other then, each with its blocks checkpointed.
+    If the device has room for all weights and gradients, and updates wait for step(), a step by layer would transfer no less than the ordinary
+    loop. In this case the micro-batches run one after the other from the second step on. Their blocks are still checkpointed.
 
     On one rank a step also restarts if the device has no room before the last backward passes. Then block inputs go to host memory, in
     this step and in later steps with as many micro-batches, unless Config(activation_tier=...) names a place. If host memory has no room
@@ -172,10 +172,10 @@ def _add_remedy(error: torch.OutOfMemoryError, engine, step: LayerwiseStep) -> N
 
 
 def _make_room(engine, step: LayerwiseStep) -> None:
-    """The device had no room for a step: the next one runs fewer micro-batches together, or moves block inputs away."""
+    """The device had no room for a step: the next one runs by layer again, runs fewer micro-batches together, or moves block inputs away."""
     limits = engine.cycle.layerwise_limits
-    if step.one_by_one:
-        engine.device_budget.run_by_layer()
+    if step.is_in_turn:
+        engine.device_budget.forbid_in_turn()
     elif step.is_away or choice_of(engine.config.activation_tier) == DEVICE:
         limits.note_full(step.at_once, kept_there=not leaves_device(engine.config.activation_tier))
     else:

@@ -49,14 +49,14 @@ _NEVER = 1 << 30  # the position of a segment that does not exist
 
 
 class LayerwiseStep:
-    """num: micro-batches of the step. at_once: micro-batches of a round, which pass the model together."""
+    """num: micro-batches of the step. at_once: micro-batches of a round, which pass the model together, unless is_in_turn."""
 
     def __init__(self, engine, model: nn.Module, num: int):
         self.engine, self.cycle, self.model = engine, engine.cycle, model
         self.limits = engine.cycle.layerwise_limits
-        self.one_by_one = engine.device_budget.one_by_one and num > 1 and not self.limits.whole
-        self.num, self.at_once = num, 1 if self.one_by_one else self.limits.at_once(num)
-        if self.one_by_one:
+        self.is_in_turn = engine.device_budget.in_turn and num > 1 and not self.limits.whole
+        self.num, self.at_once = num, self.limits.at_once(num)
+        if self.is_in_turn:
             self.limits.report("the device has room for all weights and gradients", "micro-batches run one after the other, which is faster")
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
@@ -78,7 +78,7 @@ class LayerwiseStep:
         """blocks: blocks whose calls are intercepted. groups: runs of blocks that are one segment. lead: position of the first group."""
         self.blocks = [] if self.limits.whole else blocks_of(self.model)
         chunk_nbytes = max(chunk.chunk.nbytes for chunk in self.engine.registry.chunks)
-        full = self.at_once == 1 < self.num
+        full = self.is_in_turn or self.at_once == 1 < self.num
         self.groups = [[None, *self.blocks]] if full else groups_of(self.blocks, min(chunk_nbytes, MIN_GROUP_NBYTES), self.limits)
         self.lead = int(bool(self.groups) and self.groups[0][0] is not None)
         self.is_cut = len(self.groups) + self.lead > 1
@@ -90,12 +90,13 @@ class LayerwiseStep:
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether the step may restart after a failure: less memory is enough, no weight is updated, and there is no other rank."""
-        return not self._updates and self.num > 1 and (self.is_cut or self.one_by_one) and not self.engine.ranks.are_several
+        """Whether the step may restart after a failure: a restart needs less memory, no weight is updated, and there is no other rank."""
+        return not self._updates and self.num > 1 and (self.is_cut or self.is_in_turn) and not self.engine.ranks.are_several
 
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
         """Run all forward and backward passes. works: the forward passes. streams: their random numbers, changed to the last states."""
-        calls, num_together = self.engine.calls, self.at_once if self.is_cut else self.num
+        calls, num_together = self.engine.calls, self.at_once if self.is_cut else 1 if self.is_in_turn else self.num
+        num_measured = self.at_once if self.is_in_turn else num_together  # the measured step ran by layer
         pairs = enumerate(zip(works, streams, strict=True))
         micro_batches = [MicroBatch(self, work, number % num_together, rng) for number, (work, rng) in pairs]
         self._first_two = micro_batches[:2]
@@ -106,7 +107,7 @@ class LayerwiseStep:
             calls.swap(before)
             raise UsageError(beside("infinity.accumulate"))
         try:
-            with self.cycle.backward.one_backward(num_together=num_together, withhold=self._withhold), self._activations_away():
+            with self.cycle.backward.one_backward(num_together=num_measured, withhold=self._withhold), self._activations_away():
                 try:
                     losses = self._run_rounds(micro_batches, num_together)
                 finally:

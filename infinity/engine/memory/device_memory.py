@@ -19,10 +19,10 @@ come from the training thread, on all ranks at the same points.
 #
 # Sums of layer-wise steps take the place of activations ([Note: sums in the place of activations] in sum_memory.py). The engine frees the
 # memory of a sum after the update, for visitors, too. In the first step, a gradient waits on the device if half of the free memory is enough.
-# A layer-wise step saves nothing if the device has room for all weights and all sums, because an ordinary loop moves nothing again then. Each
-# segment costs some milliseconds, though, since threads wait for each other. So such a step runs its micro-batches one after the other, if
-# updates wait for step(). Otherwise the last backward pass hides the updates of a layer-wise step. (7.1 B parameters, a mixture of experts,
-# 16 micro-batches of 4,096 tokens: 8.8 s by layer, where the passes of plain PyTorch take 4.7 s.)
+# If the device has room for all weights and all sums, an ordinary loop transfers each weight and each sum once. A layer-wise step transfers no
+# less. But it changes threads at each segment, which takes milliseconds. (7.1 B parameters, a mixture of experts, 16 micro-batches of 4,096
+# tokens: 8.8 s by layer. The passes of plain PyTorch take 4.7 s.) So the micro-batches of such a step run in turn, forward and backward. This
+# holds if updates wait for step(). If they do not, a layer-wise step is better, because its backward passes hide the updates.
 #
 # step() divides the device before the updates, so that the device updates the records that come. Their gradients may be there already.
 # Visitors with homes in host memory exchange these homes with records that stay on NVMe. Therefore no host memory is idle.
@@ -40,7 +40,7 @@ from collections.abc import Iterable
 
 from infinity.engine.memory.activation_meter import ActivationMeter
 from infinity.engine.memory.allocation_trial import AllocationTrial, Shapes
-from infinity.engine.memory.division_sizes import DivisionSizes, Visitors
+from infinity.engine.memory.division_sizes import DivisionSizes, SpansOnDevice
 from infinity.engine.memory.sum_memory import SumMemory
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
@@ -74,7 +74,8 @@ class DeviceBudget:
         self.movable = self.sizes.movable
         self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
         self._by_layer = False  # whether the current division is for layer-wise steps
-        self.one_by_one = False  # whether micro-batches of layer-wise steps run one after the other
+        self.in_turn = False  # whether micro-batches of layer-wise steps run in turn, forward and backward
+        self._may_be_in_turn = True
         self._needs_division = True
         self.trial = AllocationTrial()
         self._divide()
@@ -132,9 +133,9 @@ class DeviceBudget:
         self._needs_division = False
         meter.end()
         if by_step:
-            may_run = self.updater.deferred and not self.trial.num_failed and bool(sums or self.one_by_one)
-            self.one_by_one = may_run and self.sizes.has_room_for_all()
-            sums = () if self.one_by_one else sums
+            may_be = self._may_be_in_turn and self.updater.deferred and not self.trial.num_failed
+            self.in_turn = may_be and bool(sums or self.in_turn) and self.sizes.hold_weights_and_gradients()
+            sums = () if self.in_turn else sums
             self._by_layer = bool(sums)
         budget = self.sizes.budget_nbytes(sums)
         before = self.tier.budget_nbytes, len(self.promoted), list(self.staying)
@@ -149,9 +150,9 @@ class DeviceBudget:
         self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None and not returns)
         return has_changed
 
-    def run_by_layer(self) -> None:
-        """Micro-batches of layer-wise steps pass the model together again, until the next division."""
-        self.one_by_one = False
+    def forbid_in_turn(self) -> None:
+        """The device had no room for micro-batches in turn: from now on they pass each segment together."""
+        self.in_turn = self._may_be_in_turn = False
 
     def pass_done(self) -> None:
         """A backward pass is over, and later passes of the step add to its gradients.
@@ -183,8 +184,8 @@ class DeviceBudget:
         self._retreat()
         return True
 
-    def _visitors(self, budget: int) -> Visitors:
-        return self.sizes.visitors(budget, holds_records=self.holds_records, by_layer=self._by_layer)
+    def _visitors(self, budget: int) -> SpansOnDevice:
+        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer)
 
     def _divide(self) -> None:
         """Give spans that come and go the memory that records and waiting gradients leave."""
@@ -271,7 +272,7 @@ class DeviceBudget:
     def _retreat(self) -> None:
         """Reduce the engine to the least device memory that works. Activations get the rest."""
         self.meter.forget_capacity()
-        self.run_by_layer()
+        self.in_turn = False
         while self.promoted:
             self._demote()
         self._send_gradients(list(self.staying))

@@ -1,4 +1,4 @@
-"""The sizes of a division of device memory: the engine's bytes, and the spans whose records or gradients fit there.
+"""The sizes of a division of device memory: the bytes of the engine, and the spans whose records or gradients have room.
 
 Knows budgets, spans and the homes of records. Must not know how records and gradients move, or when memory is divided.
 """
@@ -15,12 +15,12 @@ from infinity.plan.record import STATES
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.weights import Weights
 
-Visitors = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # see `planner.share_device`
+SpansOnDevice = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # see `planner.share_device`
 
 
 class DivisionSizes:
-    """stayable: chunks whose gradients may stay on the device. movable: whether any record has another home. beside_nbytes: for the sums of
-    layer-wise steps, beside the largest activations.
+    """stayable: chunks whose gradients may stay on the device. movable: whether any record has another home. beside_nbytes: bytes that the sums
+    of layer-wise steps need in addition to the largest activations.
     """
 
     def __init__(self, weights: Weights, placement: Placement, meter: ActivationMeter, sums: SumMemory, stayable: Collection[int]):
@@ -30,7 +30,7 @@ class DivisionSizes:
         self.beside_nbytes = 0
 
     def budget_nbytes(self, sums: Iterable[ChunkState] = ()) -> int:
-        """Device bytes for the engine without sums that wait for step(), equal on all ranks. sums: of a layer-wise step, in order."""
+        """Device bytes for the engine without sums that wait for step(), equal on all ranks. sums: chunks of a layer-wise step, in order."""
         if not self.movable:
             return self.placement.device_nbytes
         budget, least, meter = self.placement.device_nbytes, self.placement.least_nbytes, self.meter
@@ -45,7 +45,7 @@ class DivisionSizes:
             budget = max(min(budget, with_window), bound)
         return int(self.ranks.least([max(budget, least)])[0])
 
-    def visitors(self, budget: int, *, holds_records: bool, by_layer: bool) -> Visitors:
+    def on_device(self, budget: int, *, holds_records: bool, by_layer: bool) -> SpansOnDevice:
         """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there."""
         return planner.share_device(
             self.registry.layout,
@@ -58,9 +58,9 @@ class DivisionSizes:
             with_gradients=not by_layer,
         )
 
-    def has_room_for_all(self) -> bool:
-        """Whether an ordinary step has room for all weights and gradients on the device, and needs no NVMe. Equal on all ranks."""
-        found = self.visitors(self.budget_nbytes(), holds_records=True, by_layer=False)
-        on_device = {span for spans in found for span, _ in spans}
-        chunks = (self.registry.chunks[index] for index in self.stayable)
-        return self.placement.window_nbytes is None and all(chunk.span.index in on_device for chunk in chunks)
+    def hold_weights_and_gradients(self) -> bool:
+        """Whether the device can hold all weights and gradients of an ordinary step, and no states are on NVMe. Equal on all ranks."""
+        found = self.on_device(self.budget_nbytes(), holds_records=True, by_layer=False)
+        spans = {span for both in found for span, _ in both}
+        needed = {self.registry.chunks[index].span.index for index in self.stayable}
+        return self.placement.window_nbytes is None and bool(needed) and needed <= spans

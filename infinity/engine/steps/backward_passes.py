@@ -37,8 +37,8 @@ def _withhold_nothing(state: ParameterState, grad: torch.Tensor) -> bool:
 class MicroBatches:
     """Micro-batches of infinity.accumulate.
 
-    num_together: micro-batches that are on the device at once. withhold(parameter, gradient): whether this gradient is only a part, and will
-    come once more as a whole.
+    num_together: micro-batches for which the device must have room at once. withhold(parameter, gradient): whether this gradient is only a
+    part, and will come once more as a whole.
     """
 
     num_together: int = 1

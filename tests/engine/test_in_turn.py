@@ -7,6 +7,7 @@ from models import Chain
 
 from infinity.engine.layerwise.layerwise_step import LayerwiseStep
 from infinity.engine.memory import activation_meter
+from infinity.engine.memory.division_sizes import DivisionSizes
 from infinity.plan import placement as planner
 from tests.engine.test_by_layer import MICROS, loss_of, micro_batches
 
@@ -63,7 +64,7 @@ def train(directory, gauge, *, by_layer=True, sizes=(1,) * 5, max_grad_norm=1.0,
             losses += run_micro_batches(model, batches, loss_of, by_layer)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(engine.device_budget.one_by_one)
+            found.append(engine.device_budget.in_turn)
         return losses, states_of(engine, model), found
 
 
@@ -73,9 +74,13 @@ def expected(gauge, tmp_path):
     return train(tmp_path, gauge, by_layer=False)
 
 
-def test_micro_batches_run_one_after_the_other_with_the_same_bits(expected, gauge, num_pauses, tmp_path):
+def test_micro_batches_run_one_after_the_other_with_the_same_bits(expected, gauge, num_pauses, monkeypatch, tmp_path):
+    divisions = []
+    hold = DivisionSizes.hold_weights_and_gradients
+    monkeypatch.setattr(DivisionSizes, "hold_weights_and_gradients", lambda self: (divisions.append(len(num_pauses)), hold(self))[1])
     losses, states, found = train(tmp_path, gauge)
     assert num_pauses[0] > 0 and num_pauses[1:] == [0] * 4
+    assert divisions == [1]  # the first step alone divides the device
     assert losses == expected[0] and found == [True] * 5
     assert_same_states(states, expected[1])
 
@@ -95,18 +100,20 @@ def test_other_steps_run_by_layer(capacity, config, gauge, num_pauses, tmp_path)
     assert min(num_pauses) > 0 and not any(found)
 
 
-def test_a_step_that_finds_no_memory_begins_anew_by_layer(expected, gauge, num_pauses, monkeypatch, tmp_path):
+def test_a_step_without_memory_begins_anew_and_later_steps_run_by_layer(expected, gauge, num_pauses, monkeypatch, tmp_path):
     backward = LayerwiseStep._go_back
 
     def fail_once(self, micro, position):
-        if self.one_by_one and not gauge.failures:
+        if self.is_in_turn and not gauge.failures:
             gauge.failures += 1
             raise torch.OutOfMemoryError
         backward(self, micro, position)
 
     monkeypatch.setattr(LayerwiseStep, "_go_back", fail_once)
-    losses, states, _ = train(tmp_path, gauge)
-    assert gauge.failures == 1 and len(num_pauses) == 6 and num_pauses[2] > 0
+    losses, states, found = train(tmp_path, gauge)
+    assert gauge.failures == 1
+    assert [number > 0 for number in num_pauses] == [True, False, True, True, True, True]  # the second step begins anew, and all others stay
+    assert found == [True] + [False] * 4
     assert losses == expected[0]
     assert_same_states(states, expected[1])
 
@@ -128,7 +135,7 @@ def test_ordinary_steps_in_between_change_nothing(gauge, num_pauses, tmp_path):
                 optimizer.step()
                 optimizer.zero_grad()
             states.append(states_of(engine, model))
-            assert engine.device_budget.one_by_one is any(kinds)
+            assert engine.device_budget.in_turn is any(kinds)
     assert num_pauses[0] > 0 and num_pauses[1:] == [0, 0]
     assert_same_states(*states)
 
