@@ -1,6 +1,7 @@
 """Computes the update of one shard: finds the runs of elements with equal hyper-parameters, and applies the optimizer's rule to each run.
 
-Knows the pieces of a chunk, and the parameters that had a gradient. Must not know the place of the shard, or the time of the update.
+Knows the pieces of a chunk, the parameters that had a gradient, and which rules have kernels for a device. Must not know the place of the
+shard, or the time of the update.
 """
 
 # [Note: inputs of an update]

@@ -49,7 +49,9 @@ _NEVER = 1 << 30  # the position of a segment that does not exist
 
 
 class LayerwiseStep:
-    """num: micro-batches of the step. at_once: micro-batches of a round, which pass the model together, unless is_in_turn."""
+    """num: micro-batches of the step. at_once: micro-batches for which the device must have room. They pass the model together, unless the step
+    is_in_turn: then each one goes forward and backward before the next.
+    """
 
     def __init__(self, engine, model: nn.Module, num: int):
         self.engine, self.cycle, self.model = engine, engine.cycle, model
@@ -57,7 +59,8 @@ class LayerwiseStep:
         self.is_in_turn = engine.device_budget.in_turn and num > 1 and not self.limits.whole
         self.num, self.at_once = num, self.limits.at_once(num)
         if self.is_in_turn:
-            self.limits.report("the device has room for all weights and gradients", "micro-batches run one after the other, which is faster")
+            how = "micro-batches run one after the other, because a step by layer would transfer no less"
+            self.limits.report("the device has room for all weights and gradients", how)
         self.thread_state = TorchThreadState(engine.device)
         self._divide_blocks()
         is_away = self.is_cut and self.limits.is_away(num)  # an uncut step runs as the ordinary loop
@@ -95,8 +98,10 @@ class LayerwiseStep:
 
     def run(self, works: list[Callable], streams: list[RngState]) -> list[torch.Tensor]:
         """Run all forward and backward passes. works: the forward passes. streams: their random numbers, changed to the last states."""
-        calls, num_together = self.engine.calls, self.at_once if self.is_cut else 1 if self.is_in_turn else self.num
-        num_measured = self.at_once if self.is_in_turn else num_together  # the measured step ran by layer
+        calls, num_together = self.engine.calls, self.at_once if self.is_cut else self.num
+        num_measured = num_together
+        if self.is_in_turn:  # the measured step ran by layer
+            num_together, num_measured = 1, self.at_once
         pairs = enumerate(zip(works, streams, strict=True))
         micro_batches = [MicroBatch(self, work, number % num_together, rng) for number, (work, rng) in pairs]
         self._first_two = micro_batches[:2]

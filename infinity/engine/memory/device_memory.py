@@ -44,7 +44,6 @@ from infinity.engine.memory.division_sizes import DivisionSizes, SpansOnDevice
 from infinity.engine.memory.sum_memory import SumMemory
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
-from infinity.plan.record import STATES
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.span_state import SpanState
@@ -71,8 +70,7 @@ class DeviceBudget:
         trainable = frozenset(chunk.index for chunk in self.registry.chunks if chunk.trainable and not chunk.on_device)
         self.stayable = trainable if gradients.adder.accumulate else placement.may_stay  # chunks whose gradients may stay, see `Placement`
         self.sizes = DivisionSizes(weights, placement, self.meter, self.sums, self.stayable)
-        self.movable = self.sizes.movable
-        self.budget_nbytes = placement.least_nbytes if self.movable and gauge is not None else placement.device_nbytes
+        self.budget_nbytes = placement.least_nbytes if self.sizes.movable and gauge is not None else placement.device_nbytes
         self._by_layer = False  # whether the current division is for layer-wise steps
         self.in_turn = False  # whether micro-batches of layer-wise steps run in turn, forward and backward
         self._may_be_in_turn = True
@@ -90,7 +88,7 @@ class DeviceBudget:
 
         Inputs without any shape are measured every time, but no room is made for them.
         """
-        if self.gauge is None or not self.movable:  # the device has nothing to measure, or nothing can leave
+        if self.gauge is None or not self.sizes.movable:  # the device has nothing to measure, or nothing can leave
             return
         meter = self.meter
         if failed := meter.has_failed():
@@ -125,8 +123,7 @@ class DeviceBudget:
             meter.note_measured()
         sums = self.sums.end_step(is_measured=meter.is_on)
         meter.forget_capacity()
-        if by_step and self._by_layer != bool(sums):  # equal on all ranks
-            self._by_layer, self._needs_division = bool(sums), True
+        self._needs_division |= by_step and self._by_layer != bool(sums)  # equal on all ranks
         returns = self.trial.has_just_failed and any(self.ranks.most([self.trial.was_wrong]))
         if not (self._needs_division or returns):
             return self.trial.is_on and self._undo(is_longer)
@@ -147,7 +144,7 @@ class DeviceBudget:
         self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
         self.values.exchange_homes([chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)])
         has_changed = before != (self.tier.budget_nbytes, len(self.promoted), list(self.staying))
-        self.trial.begin(has_changed and by_step and self.movable and self.gauge is not None and not returns)
+        self.trial.begin(has_changed and by_step and self.sizes.movable and self.gauge is not None and not returns)
         return has_changed
 
     def forbid_in_turn(self) -> None:
@@ -190,7 +187,8 @@ class DeviceBudget:
     def _divide(self) -> None:
         """Give spans that come and go the memory that records and waiting gradients leave."""
         taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
-        taken += 0 if self.placement.pinned else sum(span.nbytes for span, _ in self.promoted)
+        if not self.placement.pinned:
+            taken += sum(span.nbytes for span, _ in self.promoted)
         self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
@@ -198,7 +196,7 @@ class DeviceBudget:
 
     def waiting_room(self, chunks: Iterable[ChunkState]) -> int:
         """Device bytes that are free for gradients of these chunks, which arrive next and wait for their updates."""
-        if not self.movable:
+        if not self.sizes.movable:
             return 0
         meter, room = self.meter, self.placement.device_nbytes
         if meter.is_on:
