@@ -168,7 +168,6 @@ class DeviceTier:
         self.used_nbytes = 0
         self.other_nbytes = 0
         self.waiting_nbytes = 0  # of `other_nbytes`: gradients that wait for their updates in memory that is freed then
-        self.sums_nbytes = 0  # of `other_nbytes`: sums that leave when they are complete, beyond the budget; only the training thread writes
         self.peak_nbytes = 0
         self.before_change: Callable[[], None] | None = None
         self._lock = threading.RLock()  # `before_change` may run a finalizer, and this may free memory of the engine
@@ -178,7 +177,7 @@ class DeviceTier:
 
     def allows(self, nbytes: int) -> bool:
         """Whether an op may take these bytes if it cannot continue without them."""
-        waiting = self.waiting_nbytes + self.sums_nbytes if self.counts_waiting else 0
+        waiting = self.waiting_nbytes if self.counts_waiting else 0
         return self.used_nbytes + nbytes <= max(self.limit_nbytes - waiting, self.budget_nbytes)
 
     def allocate(self, span: SpanState) -> None:
@@ -211,10 +210,6 @@ class DeviceTier:
         """Gradients of so many bytes, which `book` counts, wait for their updates. A negative number: they no longer do."""
         with self._lock:
             self.waiting_nbytes += nbytes
-
-    def note_sums(self, nbytes: int) -> None:
-        """Sums of so many bytes, which `book` counts, take no memory of spans. A negative number: they have left."""
-        self.sums_nbytes += nbytes
 
     def lend(self, nbytes: int) -> None:
         """Take bytes from the budget of spans for another purpose, which books them. A negative number gives the bytes back."""

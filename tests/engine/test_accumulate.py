@@ -35,7 +35,6 @@ from infinity.plan.slots import HostState
 from infinity.system.arena import Arena
 from infinity.system.lanes import Lane
 from infinity.tiers import activations
-from infinity.tiers.device_sums import SumRoom
 from infinity.tiers.gradient_adder import GradientAdder
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.saved_storage import StorageState
@@ -1823,7 +1822,7 @@ def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, no
 @pytest.fixture
 def nothing_waits(monkeypatch):
     """Sums of gradients leave the device when they are complete."""
-    monkeypatch.setattr(DeviceBudget, "room_for_sums", lambda *_: SumRoom(0, 0, 0, 0))
+    monkeypatch.setattr(DeviceBudget, "waiting_room", lambda *_: 0)
 
 
 @pytest.mark.few(3)

@@ -45,7 +45,6 @@ from infinity.engine.memory.sum_memory import SumMemory
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
 from infinity.tiers.chunk_state import ChunkState
-from infinity.tiers.device_sums import SumRoom
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
@@ -195,10 +194,10 @@ class DeviceBudget:
 
     # Gradients that wait for step() in one step only.
 
-    def room_for_sums(self, chunks: Iterable[ChunkState]) -> SumRoom:
-        """Device bytes that are free for gradients of these chunks, which arrive next, without the room of spans."""
+    def waiting_room(self, chunks: Iterable[ChunkState]) -> int:
+        """Device bytes that are free for gradients of these chunks, which arrive next and wait for their updates."""
         if not self.sizes.movable:
-            return SumRoom(0, 0, 0, 0)
+            return 0
         meter, room = self.meter, self.placement.device_nbytes
         if meter.is_on:
             meter.end_op()  # before the gradients take memory
@@ -206,9 +205,7 @@ class DeviceBudget:
             most = meter.activation_nbytes
             room = int(meter.room(most if meter.is_on else self.sums.later_nbytes(chunks, most)))
         room -= self.budget_nbytes + self.tier.waiting_nbytes
-        is_free = not self.ranks.are_several  # several ranks reduce each gradient in this memory
-        reserved = max(0, self.placement.gradient_limit_nbytes - self.gradients.in_flight.nbytes) if is_free else 0
-        return SumRoom(reserved, 0, room, room // 2 if meter.is_on else room)  # the next op may be the largest one so far
+        return room // 2 if meter.is_on else room  # the next op may be the largest one so far
 
     def note_sums(self, chunks: list[ChunkState]) -> None:
         """In a layer-wise step, sums of these chunks come next. Their memory is allocated."""
@@ -224,7 +221,7 @@ class DeviceBudget:
         for chunk in chunks:
             if chunk.gradient_on_device or chunk.gradient.has_arrived:
                 continue
-            may_wait = is_first and chunk.index in self.stayable and _gradient_nbytes(chunk) <= self.room_for_sums([chunk]).waiting
+            may_wait = is_first and chunk.index in self.stayable and _gradient_nbytes(chunk) <= self.waiting_room([chunk])
             if may_wait or chunk.must_wait:
                 self.gradients.wait_on_device(chunk)
 
