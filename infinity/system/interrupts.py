@@ -13,6 +13,7 @@ stop, and is raised after the work has ended.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import signal
@@ -49,12 +50,13 @@ def uninterrupted(function):
 class Shield:
     """Work that runs in a thread of its own. The work reads `asked_to_stop` at points where an early end is possible, by an exception.
 
-    Waits with bare locks: Python's events and conditions, and the start of a thread, treat an interrupt as their own error.
+    within(): a context of the work. Waits with bare locks: Python's events and conditions, and the start of a thread, treat an interrupt as their
+    own error.
     """
 
-    def __init__(self, work: Callable[[Shield], object]):
+    def __init__(self, work: Callable[[Shield], object], within: Callable[[], contextlib.AbstractContextManager]):
         self.asked_to_stop = False
-        self._work = work
+        self._work, self._within = work, within
         self._claim = threading.Lock()  # taken by the thread that runs the work, or by the one that gives up before
         self._is_over, self._gate = False, threading.Lock()  # held until the work is over
         self._gate.acquire()
@@ -64,7 +66,7 @@ class Shield:
     def run(self) -> object:
         """Wait for the work; return the result or raise the error. An exception of a handler during the wait is raised instead."""
         if threading.get_ident() != _MAIN:
-            return self._work(self)
+            return self._call()
         prepare()
         raised = None
         try:
@@ -88,11 +90,15 @@ class Shield:
         if not self._claim.acquire(blocking=False):
             return
         try:
-            self._result = self._work(self)
+            self._result = self._call()
         except BaseException as error:  # for the waiting thread
             self._error = error
         self._work, self._is_over = None, True
         self._gate.release()
+
+    def _call(self) -> object:
+        with self._within():
+            return self._work(self)
 
 
 _line: queue.SimpleQueue[Shield] = queue.SimpleQueue()  # one after the other, even if a second interrupt did not wait for the first
@@ -112,9 +118,9 @@ def _run_each() -> None:
         _line.get()._run()
 
 
-def shielded(work: Callable[[Shield], object]) -> object:
-    """Return the work's result, or raise the work's error; see [Note: interrupts]."""
-    return Shield(work).run()
+def shielded(work: Callable[[Shield], object], within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext) -> object:
+    """Return the work's result, or raise the work's error; see [Note: interrupts]. within(): a context of the work."""
+    return Shield(work, within).run()
 
 
 def guard() -> None:

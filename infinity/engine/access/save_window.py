@@ -6,7 +6,8 @@ Knows the parts of an engine. Must not know checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -61,15 +62,15 @@ def loading(engine):
 
 def shielded(device: torch.device, work: Callable[[Shield], object]) -> object:
     """Run work(shield), which no interrupt may leave half done, in another thread, on the stream of this thread. This thread waits."""
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return run_shielded(work)
+    return run_shielded(work, functools.partial(_on_stream, device, torch.cuda.current_stream(device)))
 
-    def run(shield: Shield) -> object:
-        if stream is None:
-            return work(shield)
-        with torch.cuda.device(device), torch.cuda.stream(stream):  # the thread's own device may have no context, and needs none
-            return work(shield)
 
-    return run_shielded(run)
+@contextlib.contextmanager
+def _on_stream(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(stream):  # the thread's own device may have no context, and needs none
+        yield
 
 
 def finish_reading(reader: SnapshotReader | None) -> BaseException | None:
