@@ -14,6 +14,10 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # device and come last. If all of these homes fit, they come before gradients that do not wait. Larger inputs, which send visitors home,
 # then need nothing of NVMe. Waiting gradients without a place stay on the device until their update begins, if the device has room.
 #
+# The gradients of the last spans come first, while activations fill the device. So gradients stay on the device from the first span on, and the
+# last spans have the places in host memory. (14.8 B parameters by layer, 32 micro-batches of 4,096 tokens, 80 GB: in the reverse order, each
+# micro-batch read the sums of the head and the last layer from NVMe and wrote them.)
+#
 # More gradients on the device mean fewer visitors. 4 bytes of a sum in host memory make room on the device for a third of a record, whose
 # sum and weights then need no host memory. The visitors and the staying gradients are therefore found by turns, beginning with all possible
 # visitors. One case comes first: host memory can hold all records, and the device can hold the gradients that then have no place. Records
@@ -302,7 +306,7 @@ def share_device(
     may_stay: Collection[int] = (),
     with_gradients: bool = True,
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Divide the device memory: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from the last on), each
+    """Divide the device memory: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from the first on), each
     with its bytes, weights excluded. Gradients come before records. Records that live on the device in any case come first, and are in
     neither list.
 
@@ -339,7 +343,7 @@ def _divide(
             gradients_nbytes = 0 if with_gradients else sum(_gradient_on_device(layout.chunks[index]) for index in span.chunks)
             states.append((span.index, nbytes - gradients_nbytes))
     staying = {}
-    for span in reversed(layout.spans):
+    for span in layout.spans:
         chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
         nbytes = sum(_gradient_on_device(layout.chunks[index]) for index in chunks)
         if nbytes > room_nbytes:

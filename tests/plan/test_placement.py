@@ -472,8 +472,8 @@ def test_staying_gradients_get_the_room_that_records_leave():
     at_home = NUM * WEIGHT + 3 * (STATE + GRADIENT)
     for count in range(6):
         found = share_device(whole, records, homes, room_nbytes=at_home + count * GRADIENT, **options)
-        assert found == ([], [(index, GRADIENT) for index in reversed(range(NUM - count, NUM))])
-    visitor = [(3, STATE + GRADIENT)], [(index, GRADIENT) for index in (7, 6, 5, 4)]
+        assert found == ([], [(index, GRADIENT) for index in range(3, 3 + count)])
+    visitor = [(3, STATE + GRADIENT)], [(index, GRADIENT) for index in (4, 5, 6, 7)]
     assert share_device(whole, records, homes, room_nbytes=at_home + 5 * GRADIENT + STATE, **options) == visitor
 
 
@@ -508,10 +508,10 @@ def test_with_a_window_gradients_still_come_before_records():
     whole = layout(specs, chunk_numel=4096, world=1)
     records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
     options = {"window_nbytes": 24 << 10, "may_stay": range(NUM)}
-    staying = [(index, GRADIENT) for index in reversed(range(NUM))]
+    staying = [(index, GRADIENT) for index in range(NUM)]
     for extra, num_visit in ((0, 0), (STATE + WEIGHT - 1, 0), (STATE + WEIGHT, 1)):
         found = share_device(whole, records, [NVME] * NUM, room_nbytes=(24 << 10) + NUM * GRADIENT + extra, **options)
-        assert found == ([(0, STATE + GRADIENT)][:num_visit], staying[: NUM - num_visit])
+        assert found == ([(0, STATE + GRADIENT)][:num_visit], staying[num_visit:])
 
 
 def test_records_at_home_on_the_device_keep_their_weights_in_a_window():

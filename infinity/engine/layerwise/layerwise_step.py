@@ -248,7 +248,7 @@ class LayerwiseStep:
         if self.sums is not None:
             lasts, budget = [micro.cutter.segments[-2:] for micro in micro_batches], self.engine.device_budget
             params, following = (set().union(*(last[index].touched for last in lasts)) for index in (-1, 0))
-            room = budget.waiting_room(self.sums.chunks_of(params))
+            room = budget.sum_room(self.sums.chunks_of(params), is_last_round=self._is_last_round)
             budget.note_sums(self.sums.begin(params, following, room))
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:

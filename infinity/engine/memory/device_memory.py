@@ -62,7 +62,7 @@ class DeviceBudget:
         self.gradients = gradients
         self.placement = placement
         self.gauge = gauge
-        self.sums = SumMemory(_gradient_nbytes)
+        self.sums = SumMemory(_gradient_nbytes, self.registry.chunks)
         self.meter = ActivationMeter(gauge, self.tier, bound_nbytes, self.sums.note_op)
         self.holds_records = False
         self.promoted: list[tuple[SpanState, int]] = []  # spans with records on the device, and bytes
@@ -194,18 +194,32 @@ class DeviceBudget:
 
     # Gradients that wait for step() in one step only.
 
-    def waiting_room(self, chunks: Iterable[ChunkState]) -> int:
-        """Device bytes that are free for gradients of these chunks, which arrive next and wait for their updates."""
+    def waiting_room(self) -> int:
+        """In a measured step: device bytes that are free for a gradient that arrives next and waits for its update."""
         if not self.sizes.movable:
             return 0
-        meter, room = self.meter, self.placement.device_nbytes
+        self.meter.end_op()  # before the gradient takes memory
+        return self._room_beside(self.meter.activation_nbytes)
+
+    def sum_room(self, chunks: Iterable[ChunkState], *, is_last_round: bool) -> tuple[int, int]:
+        """Device bytes that are free for sums of these chunks, which come next and wait for their updates, and the part of them that later sums
+        without a place in host memory do not need. is_last_round: later ops take no more memory than the ops since the last sums began.
+        """
+        if not self.sizes.movable:
+            return 0, 0
+        chunks, meter = list(chunks), self.meter
         if meter.is_on:
-            meter.end_op()  # before the gradients take memory
-        if self.gauge is not None:
-            most = meter.activation_nbytes
-            room = int(meter.room(most if meter.is_on else self.sums.later_nbytes(chunks, most)))
+            meter.end_op()
+            later = self.sums.recent_nbytes(meter.activation_nbytes) if is_last_round else meter.activation_nbytes
+        else:
+            later = self.sums.later_nbytes(chunks, meter.activation_nbytes)
+        room = self._room_beside(later)
+        return room, room - max(0, self.sums.promised_nbytes(chunks, later) - later)
+
+    def _room_beside(self, activation_nbytes: int) -> int:
+        room = self.placement.device_nbytes if self.gauge is None else int(self.meter.room(activation_nbytes))
         room -= self.budget_nbytes + self.tier.waiting_nbytes
-        return room // 2 if meter.is_on else room  # the next op may be the largest one so far
+        return room // 2 if self.meter.is_on else room  # the next op may be the largest one so far
 
     def note_sums(self, chunks: list[ChunkState]) -> None:
         """In a layer-wise step, sums of these chunks come next. Their memory is allocated."""
@@ -221,7 +235,7 @@ class DeviceBudget:
         for chunk in chunks:
             if chunk.gradient_on_device or chunk.gradient.has_arrived:
                 continue
-            may_wait = is_first and chunk.index in self.stayable and _gradient_nbytes(chunk) <= self.waiting_room([chunk])
+            may_wait = is_first and chunk.index in self.stayable and _gradient_nbytes(chunk) <= self.waiting_room()
             if may_wait or chunk.must_wait:
                 self.gradients.wait_on_device(chunk)
 

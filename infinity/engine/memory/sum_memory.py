@@ -8,6 +8,9 @@ Pure arithmetic over chunks in the order of their sums, and the bytes of ops. Mu
 # passes free them, segment by segment, and bring a sum of gradients for each segment. Sums that wait for step() therefore need hardly more
 # memory than the activations have left when they come. The next forward pass begins the updates in its own order, so the same holds in the
 # other direction. (14.8 B parameters, 8 micro-batches of 16,384 tokens: 64 GB of inputs, then 59 GB of sums.)
+#
+# The first sums come while most activations are on the device. So host memory has places for the gradients of the last chunks. A sum with such
+# a place waits on the device only if all later sums without one still have room.
 
 from __future__ import annotations
 
@@ -18,14 +21,19 @@ from infinity.tiers.chunk_state import ChunkState
 
 
 class SumMemory:
-    """Notes the sums of each layer-wise step, and, while a step is measured, the bytes of its ops."""
+    """Notes the sums of each layer-wise step, and, while a step is measured, the bytes of its ops.
 
-    def __init__(self, nbytes_of: Callable[[ChunkState], int]):
-        """nbytes_of(chunk): bytes of a chunk's sum on the device."""
+    nbytes_of(chunk): bytes of a chunk's sum on the device. chunks: all chunks of the engine.
+    """
+
+    def __init__(self, nbytes_of: Callable[[ChunkState], int], chunks: Iterable[ChunkState] = ()):
         self.nbytes_of = nbytes_of
+        self._only_here = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
         self.coming: dict[ChunkState, int] = {}  # chunks whose sums came in this step, in order -> number of measured ops before
         self._op_nbytes: list[int] = []  # of the measured step, in order
+        self._num_before = 0  # measured ops before the last sums began
         self._later_nbytes: dict[ChunkState, int] = {}  # most bytes of any op after the chunk's sum came
+        self._most_nbytes: dict[ChunkState, int] = {}  # the same, with the sums that came until then and have no place in host memory
 
     def note_op(self, nbytes: int) -> None:
         """An op of a measured step has allocated so many bytes."""
@@ -36,6 +44,7 @@ class SumMemory:
         for chunk in chunks:
             if chunk.trainable:
                 self.coming.setdefault(chunk, len(self._op_nbytes))
+        self._num_before = len(self._op_nbytes)
 
     def end_step(self, *, is_measured: bool) -> list[ChunkState]:
         """End a step. Returns the chunks of its sums, in order."""
@@ -45,12 +54,30 @@ class SumMemory:
             for chunk, position in coming.items():
                 later = most[position] if position < len(most) else 0
                 self._later_nbytes[chunk] = max(later, self._later_nbytes.get(chunk, 0))
-        self._op_nbytes = []
+        self._op_nbytes, self._num_before = [], 0
+        most = 0
+        for chunk in reversed(coming):
+            self._most_nbytes[chunk] = most = max(most, self._later_nbytes.get(chunk, 0))
+            most += 0 if chunk.has_host_place else self.nbytes_of(chunk)
         return list(coming)
 
     def later_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
         """The most bytes of any op after the first sums of these chunks come. most: of any op, for chunks that were not measured."""
         return max((self._later_nbytes.get(chunk, most) for chunk in chunks if chunk.gradient.job is None), default=most)
+
+    def recent_nbytes(self, most: int) -> int:
+        """In a measured step: the most bytes of any op since the last sums began. most: of any op, for a step without sums so far."""
+        return max(self._op_nbytes[self._num_before :], default=most) if self.coming else most
+
+    def promised_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
+        """The most bytes that ops, and later sums without a place in host memory, take at once after the sums of these chunks come. most: of
+        any op, for chunks that no step has had.
+        """
+        chunks = [chunk for chunk in chunks if chunk.gradient.job is None]
+        if all(chunk in self._most_nbytes for chunk in chunks):
+            return max((self._most_nbytes[chunk] for chunk in chunks), default=most)
+        later = {*self._only_here}.difference(self.coming, chunks)
+        return most + sum(map(self.nbytes_of, later))
 
     def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int) -> tuple[int, int]:
         """(bytes that these sums, in order, need beside the largest activations, bytes of all sums together)."""
