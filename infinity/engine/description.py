@@ -132,7 +132,7 @@ class Description:
         drives = self.step_nbytes["nvme_read"] + self.step_nbytes["nvme_write"]
         if self.drive_seconds is not None:
             rate = drives / self.drive_seconds / 1e9
-            expected = f"at least {self.drive_seconds:.3g} s a step for {format_bytes(drives)} at the measured {rate:.2f} GB/s"
+            expected = f"about {self.drive_seconds:.3g} s a step for {format_bytes(drives)} at the measured {rate:.2f} GB/s"
         else:
             expected = "time per step unknown: drives are not measured" if drives else "time per step unknown before the first step"
         return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {self.bottleneck}; {expected}")]

@@ -103,7 +103,7 @@ def test_seconds_and_bottleneck_follow_from_measured_drives(tmp_path, monkeypatc
         monkeypatch.setattr(type(engine.swap), "nbytes_per_s", 1e6)
         found = infinity.describe(model)
         assert found.drive_seconds == (found.step_nbytes["nvme_read"] + found.step_nbytes["nvme_write"]) / 1e6
-        assert found.bottleneck == "nvme_read" and "bottleneck: nvme_read; at least" in str(found)
+        assert found.bottleneck == "nvme_read" and "bottleneck: nvme_read; about" in str(found)
 
 
 def test_the_start_block_has_at_most_12_lines_of_100_columns(tmp_path):
