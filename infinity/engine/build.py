@@ -166,7 +166,7 @@ def assemble(
             undo.callback(swap.close)
         parts = (layout_, records, placement, host_budget, swap, extents, compresses, num_cores)
         capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
-        made = _connect(_Inputs(named, config, device, ranks, events, training, *parts), written_in_forward(model, named), undo)
+        made = _connect(_Inputs(named, config, device, ranks, events, training, *parts), written_in_forward(model.modules(), named), undo)
         made = replace(made, ahead=ahead, tiers=capacities)
         undo.pop_all()
     return made

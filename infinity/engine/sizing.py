@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -141,12 +142,13 @@ def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *
 def _specs(named: Named, config: Config, training: Training) -> list[ParameterSpec]:
     """Name, size and format of each parameter."""
 
-    def format_of(dtype: str, param: nn.Parameter) -> Format:
+    @functools.cache  # a model may have 100,000 parameters of few formats
+    def format_of(dtype: str, trainable: bool) -> Format:
         options = {"moments": training.moments, "moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
-        return Format(dtype, param.requires_grad, **options)
+        return Format(dtype, trainable, **options)
 
     pairs = zip(named, ParameterDtypes.of(named, config.dtype).names)
-    return [ParameterSpec(name, param.numel(), format_of(dtype, param)) for (name, param), dtype in pairs]
+    return [ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad)) for (name, param), dtype in pairs]
 
 
 class _Cuts:
@@ -157,7 +159,11 @@ class _Cuts:
         self.params = [param for _, param in named]
         self.specs = _specs(named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
-        self.written = written_in_forward(model, named)
+        modules = list(model.modules())
+        self.has_regions = any(map(is_region, modules))
+        self.held_together = _held_together(model, self.params)
+        self.op_gradient_nbytes = _op_gradient_nbytes(modules, self.params, self.specs)
+        self.written = written_in_forward(modules, named)
         is_coded = any(spec.format.is_coded for spec in self.specs)
         if is_coded and any(choice_of(choice) == DEVICE for choice in (config.param_tier, config.optimizer_state_tier)):
             tiers = "param_tier='device' or optimizer_state_tier='device'"
@@ -180,9 +186,9 @@ class _Cuts:
         return Candidate(
             layout=cut,
             records=records,
-            held_nbytes=_held_nbytes(self.model, self.params, cut),
-            op_gradient_nbytes=_op_gradient_nbytes(self.model, self.params, self.specs),
-            has_regions=any(map(is_region, self.model.modules())),
+            held_nbytes=_held_nbytes(self.held_together, cut),
+            op_gradient_nbytes=self.op_gradient_nbytes,
+            has_regions=self.has_regions,
             buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if cut.partition.is_shared else 0,
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
@@ -269,31 +275,39 @@ def _taken(params: Iterable[nn.Parameter]) -> collections.Counter:
     return taken
 
 
-def _held_nbytes(model: nn.Module, params, layout_: Layout) -> int:
-    """The most bytes that an op and the ops around it hold: spans with a module's own parameters and with those of its ancestors. Parameters in
-    a child that cannot be called, such as a ParameterList, count as the parent's own: the parent reads them one after another."""
+def _held_together(model: nn.Module, params) -> list[frozenset[int]]:
+    """Indices of the parameters that an op and the ops around it hold: a module's own and those of its ancestors, for each module without
+    further ones below. Parameters in a child that cannot be called, such as a ParameterList, count as the parent's own: the parent reads them
+    one after another."""
     index = {id(param): i for i, param in enumerate(params)}
-    nbytes = {span.index: span.nbytes for span in layout_.spans}
-    most = 0
+    found = []
 
     def visit(module: nn.Module, held: frozenset[int]) -> None:
-        nonlocal most
-        params = module.parameters() if is_leaf(module) else _own(module)
-        held = held | {layout_.homes[index[id(p)]].span for p in params if p is not None and id(p) in index}
-        most = max(most, sum(nbytes[span] for span in held))
-        for child in () if is_leaf(module) else module._modules.values():
-            if child is not None:
-                visit(child, held)
+        whole = is_leaf(module)
+        own = module.parameters() if whole else _own(module)
+        held = held.union(index[id(p)] for p in own if p is not None and id(p) in index)
+        children = () if whole else [child for child in module._modules.values() if child is not None]
+        for child in children:
+            visit(child, held)
+        if held and not children:  # a module with children holds no more than each of them
+            found.append(held)
 
     visit(model, frozenset())
-    return most
+    return found
 
 
-def _op_gradient_nbytes(model: nn.Module, params, specs: list[ParameterSpec]) -> int:
+def _held_nbytes(held_together: list[frozenset[int]], layout_: Layout) -> int:
+    """The most bytes of spans that an op and the ops around it hold."""
+    spans = [home.span for home in layout_.homes]
+    nbytes = [span.nbytes for span in layout_.spans]
+    return max((sum(nbytes[span] for span in {spans[param] for param in held}) for held in held_together), default=0)
+
+
+def _op_gradient_nbytes(modules: list[nn.Module], params, specs: list[ParameterSpec]) -> int:
     """The most bytes of gradients that exist at once: the gradient of one parameter, or all gradients of one compiled module."""
-    regions = [list(module.parameters()) for module in model.modules() if is_region(module)]
     ours = {id(param): spec.numel * spec.format.itemsize for param, spec in zip(params, specs) if spec.trainable}
-    return max((sum(ours.get(id(param), 0) for param in group) for group in (*regions, *([p] for p in params))), default=0)
+    regions = (sum(ours.get(id(param), 0) for param in module.parameters()) for module in modules if is_region(module))
+    return max((*ours.values(), *regions), default=0)
 
 
 def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
@@ -320,8 +334,8 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:
             yield from _own(child)
 
 
-def written_in_forward(model: nn.Module, named: Named) -> set[int]:
+def written_in_forward(modules: Iterable[nn.Module], named: Named) -> set[int]:
     """Indices of the parameters that their module changes in forward: embeddings with max_norm."""
     index = {id(param): i for i, (_, param) in enumerate(named)}
-    writers = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+    writers = [module for module in modules if getattr(module, "max_norm", None) is not None]
     return {index[id(p)] for module in writers for p in module._parameters.values() if p is not None and id(p) in index}

@@ -31,7 +31,7 @@ import math
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -234,9 +234,12 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
     if empty:
         raise ValueError(f"parameters without elements cannot be packed: {', '.join(empty)}")
 
-    classes = {}
+    classes: dict[Format, list[int]] = {}
+    by_id: dict[int, list[int]] = {}  # most parameters share a Format, whose hash takes longer
     for param, spec in enumerate(specs):
-        classes.setdefault(spec.format, []).append(param)
+        if (params := by_id.get(id(spec.format))) is None:
+            params = by_id[id(spec.format)] = classes.setdefault(spec.format, [])
+        params.append(param)
     runs = [run for params in classes.values() for run in _runs(specs, params, chunk_numel)]
     runs.sort(key=lambda run: run.params[0])
 
@@ -261,66 +264,74 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
 
 
 class _Run:
-    """A span in the making: parameters with their offsets, and how far they may reach."""
+    """A span in the making: parameters of one format with their offsets, and how far they may reach."""
 
-    def __init__(self, chunk_numel):
-        self.chunk_numel = chunk_numel
+    def __init__(self, chunk_numel: int, alignment: int):
+        self.chunk_numel, self.alignment = chunk_numel, alignment
         self.limit = self.largest = chunk_numel  # elements that the whole run may take, that one more parameter may have
-        self.params = []
-        self.offsets = []
+        self.params, self.offsets = [], []
         self.used = 0
 
-    def has_room(self, specs):
-        return _end(self.used, specs) <= self.limit and all(spec.numel <= self.largest for spec in specs)
+    def has_room(self, numels: Sequence[int]) -> bool:
+        """Whether parameters of these sizes fit behind the last one."""
+        return _end(self.used, numels, self.alignment) <= self.limit and max(numels) <= self.largest
 
-    def append(self, param, spec):
+    def append(self, param: int, numel: int) -> None:
         """Place the parameter behind the last one. One that is larger than a chunk leaves room only for a tail."""
-        offset = _place(self.used, spec)
+        offset = _place(self.used, numel, self.alignment)
         self.params.append(param)
         self.offsets.append(offset)
-        self.used = offset + spec.numel
-        if spec.numel > self.chunk_numel:
+        self.used = offset + numel
+        if numel > self.chunk_numel:
             self.largest = self.chunk_numel // TAIL_FRACTION
             self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
 
 
-def _runs(specs, params, chunk_numel):
-    """Divide parameters of one class into runs, each of which becomes a span."""
-    run = None
-    for unit in _units(specs, params, chunk_numel):
-        if run is None or not run.has_room([specs[param] for param in unit]):
+def _runs(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int) -> Iterator[_Run]:
+    """Divide parameters of one format into runs, each of which becomes a span."""
+    format = specs[params[0]].format
+    alignment, run = max(ALIGNMENT_NBYTES // format.itemsize, format.storage.block), None
+    for unit in _units(specs, params, chunk_numel, alignment):
+        numels = [specs[param].numel for param in unit]
+        if run is None or not run.has_room(numels):
             if run is not None:
                 yield run
-            run = _Run(chunk_numel)
-        for param in unit:
-            run.append(param, specs[param])
+            run = _Run(chunk_numel, alignment)
+        for param, numel in zip(unit, numels):
+            run.append(param, numel)
     if run is not None:
         yield run
 
 
-def _units(specs, params, chunk_numel):
+def _units(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int, alignment: int) -> Iterator[list[int]]:
     """The parameters one by one, but those that lead a large one together with it: up to a tail of small ones right before it that belong
     to it rather than to the large one before them, by their modules' names, unless they would cut over two chunks what fits into one."""
     tail = chunk_numel // TAIL_FRACTION
-    small, before = [], ()  # since the last large one, with the modules that each is in
+    small, before = [], ()  # since the last large one; the modules that it is in
     for param in params:
-        *path, _ = specs[param].name.split(".")
-        if specs[param].numel <= tail:
-            small.append((param, path))
+        spec = specs[param]
+        if spec.numel <= tail:
+            small.append(param)
             continue
+        path = _modules(spec)
         room, num_alone = tail, len(small)
-        for leading, modules in reversed(small):
-            room -= specs[leading].numel
+        for leading in reversed(small):
+            modules, room = _modules(specs[leading]), room - specs[leading].numel
             if room < 0 or _num_common(modules, path) <= _num_common(modules, before):
                 break
             num_alone -= 1
-        unit = [*(leading for leading, _ in small[num_alone:]), param]
-        if specs[param].numel <= chunk_numel < _end(0, [specs[one] for one in unit]):
+        unit = [*small[num_alone:], param]
+        if spec.numel <= chunk_numel < _end(0, [specs[one].numel for one in unit], alignment):
             num_alone, unit = len(small), [param]
-        yield from ([alone] for alone, _ in small[:num_alone])
+        yield from ([alone] for alone in small[:num_alone])
         yield unit
         small, before = [], path
-    yield from ([alone] for alone, _ in small)
+    yield from ([alone] for alone in small)
+
+
+def _modules(spec: ParameterSpec) -> list[str]:
+    """The names of the modules that a parameter is in."""
+    return spec.name.split(".")[:-1]
 
 
 def _num_common(path, other):
@@ -328,18 +339,18 @@ def _num_common(path, other):
     return sum(1 for _ in takewhile(bool, map(operator.eq, path, other)))
 
 
-def _end(used, specs):
-    """Where these end if they are placed from `used` on."""
-    for spec in specs:
-        used = _place(used, spec) + spec.numel
+def _end(used: int, numels: Iterable[int], alignment: int) -> int:
+    """The end of parameters of these sizes if they are placed from `used` on."""
+    for numel in numels:
+        used = _place(used, numel, alignment) + numel
     return used
 
 
-def _place(used, spec):
-    """The first offset from `used` on at which the parameter may start."""
-    aligned = round_up(used, max(ALIGNMENT_NBYTES // spec.format.itemsize, spec.format.storage.block))
-    border = round_up(used, BLOCK_NUMEL)
-    return aligned if aligned + spec.numel <= border else border
+def _place(used: int, numel: int, alignment: int) -> int:
+    """The first offset from `used` on at which a parameter of this size may start."""
+    aligned = -(-used // alignment) * alignment  # `round_up`, without calls: a model may have 100,000 parameters
+    border = -(-used // BLOCK_NUMEL) * BLOCK_NUMEL
+    return aligned if aligned + numel <= border else border
 
 
 def _chunk_sizes(used, chunk_numel, partition):
@@ -357,5 +368,7 @@ def _cut(pieces, begin, end):
         stop = min(piece.start + piece.numel, end)
         if piece.start >= end:
             break
-        if start < stop:
+        if begin == 0 and stop - start == piece.numel:
+            yield piece
+        elif start < stop:
             yield Piece(piece.param, start - begin, piece.param_start + start - piece.start, stop - start)
