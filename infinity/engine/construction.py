@@ -99,7 +99,8 @@ class PresentParameter(NamedTuple):
 
 
 def _present_of(param: nn.Parameter) -> PresentParameter:
-    return PresentParameter(param, param.device.type, _nbytes(param))
+    with torch._C.DisableTorchFunction():  # each getter would call `__torch_function__`
+        return PresentParameter(param, param.device.type, _nbytes(param))
 
 
 def _nbytes(param: nn.Parameter) -> int:

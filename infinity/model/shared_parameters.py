@@ -24,6 +24,9 @@ from torch import nn
 from infinity.errors import ConfigError
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # dicts of parameters, modules and hooks, and flags
+
+
 class _Place(NamedTuple):
     """The memory of a tensor: bytes [start, end). number: position among all, parameters first. kind: "parameter", "buffer" or "attribute".
     leaves: whether an engine takes the tensor.
@@ -82,9 +85,9 @@ def _places(model: nn.Module) -> Iterator[_Place]:
     ):
         if id(tensor) not in known and _has_memory(tensor):
             leaves = kind == "parameter" and tensor.is_floating_point()
-            start, last = tensor.data_ptr(), sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-            end = start + (last + 1) * tensor.element_size()
-            place = (start, end, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            start, stride = tensor.data_ptr(), tensor.stride()
+            num = tensor.numel() if tensor.is_contiguous() else 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride))
+            place = (start, start + num * tensor.element_size(), tuple(tensor.shape), stride, tensor.dtype)
             yield _Place(len(known), kind, name, leaves, str(tensor.device), *place)
         known.add(id(tensor))
 
@@ -96,7 +99,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules") or name in made_anew:
+            if name in _OF_EVERY_MODULE or name in made_anew:
                 continue
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
             for suffix, item in [("", value), *((f"[{key!r}]", item) for key, item in items)]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
 
+_WITH_TILED_FORM = (nn.Linear, nn.Embedding)
 AUTO_TILES = 8  # tiles of an "auto" size that fit the device
 LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller tiles would not help: the whole budget is too small
 
@@ -24,6 +25,9 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
     other references; see [Note: how a layer becomes its tiled form]. The parameters are new: cut before an optimizer is created.
     """
     num_tiles: dict[nn.Module, int] = {}
+    weights = (layer._parameters.get("weight") for layer in model.modules() if type(layer) in _WITH_TILED_FORM)
+    if not any(weight is not None and weight.numel() * itemsize > above_nbytes for weight in weights):
+        return []
     for weight, layers in _weights_to_cut(model):
         num_rows, num_columns = weight.shape
         rows_a_tile = max(1, tile_nbytes // (num_columns * itemsize))
@@ -120,7 +124,7 @@ _HOOKS = (
 
 def _has_tiled_form(module: nn.Module) -> bool:
     """Whether a module is a plain layer without additions that the tiled form would lack."""
-    if type(module) not in (nn.Linear, nn.Embedding) or (type(module) is nn.Embedding and unsupported_option(module)):
+    if type(module) not in _WITH_TILED_FORM or (type(module) is nn.Embedding and unsupported_option(module)):
         return False
     added = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules or "forward" in vars(module)
     return not added and not any(getattr(module, hooks) for hooks in _HOOKS)

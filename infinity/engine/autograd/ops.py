@@ -38,13 +38,29 @@ class Op:
 
 def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op]]:
     """Each op with its module. The first is the model, or the module that torch.compile has wrapped."""
-    inside, index = inside_leaves(model), 0
+    inside, with_params, index = inside_leaves(model), _with_params(model, registry), 0
     for name, module in model.named_modules():
         if module in inside or is_wrapper(module):
             continue
-        if module is model or any(registry.find(param) for param in module.parameters()):
+        if module is model or module in with_params:
             yield module, op_of(module, Op(index, name or type(model).__name__), registry)
             index += 1
+
+
+def _with_params(model: nn.Module, registry: Registry) -> set[nn.Module]:
+    """The modules of a model that have parameters of the engine, or children with such parameters."""
+    found: dict[nn.Module, bool] = {}
+
+    def visit(module: nn.Module) -> bool:
+        if module not in found:
+            found[module] = False  # a module may contain itself
+            own = any(param is not None and registry.find(param) is not None for param in module._parameters.values())
+            below = [visit(child) for child in module._modules.values() if child is not None]  # all of them, not only the first with parameters
+            found[module] = own or any(below)
+        return found[module]
+
+    visit(model)
+    return {module for module, has_params in found.items() if has_params}
 
 
 def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
