@@ -15,8 +15,6 @@ Knows JSON text, and how much memory the parsed objects take. Must not know the 
 from __future__ import annotations
 
 import codecs
-import contextlib
-import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -28,18 +26,6 @@ _WINDOW_NBYTES = 1 << 16  # bytes of text that are parsed at once, enough for mo
 _MOST_NBYTES = 1 << 18  # bytes of text of one value that has no budget
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN_KEY = re.compile(r'[ \t\n\r]*"([^"\\\x00-\x1f]*)"[ \t\n\r]*:')  # nearly all keys; one match is the fastest way
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector for all threads, if enabled; see [Note: bounded memory for JSON]."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Budget:

@@ -28,7 +28,6 @@ from infinity.checkpoints.json_text import (
     as_object,
     as_text,
     short,
-    without_collections,
 )
 from infinity.checkpoints.manifest import (
     ALIGNMENT,
@@ -51,6 +50,7 @@ from infinity.errors import CheckpointError
 from infinity.formats.format import STORAGES, Format, trainable_names
 from infinity.plan.packing import Chunk, Piece
 from infinity.plan.partition import BLOCK_NUMEL, Partition
+from infinity.system.garbage_collector import without_collections
 
 _ENTRIES_NBYTES = 56 << 20  # memory of all lists: parameters, chunks, pieces, records, files, tensors
 _VALUES_NBYTES = 8 << 20  # memory of values from the program: extra, scheduler, optimizer, generators

@@ -21,7 +21,7 @@ from operator import itemgetter
 
 import torch
 
-from infinity.checkpoints.json_text import Budget, Text, without_collections
+from infinity.checkpoints.json_text import Budget, Text
 from infinity.checkpoints.safetensors_format import (
     BITS_WITHOUT_DTYPE,
     DTYPES,
@@ -35,6 +35,7 @@ from infinity.checkpoints.safetensors_format import (
     show,
 )
 from infinity.errors import CheckpointError
+from infinity.system.garbage_collector import without_collections
 
 MAX_HEADER_NBYTES = 32 << 20  # 256 bytes for each of MAX_TENSORS; such a header is read in less than 1 s
 MAX_TENSORS = 1 << 17  # of one file

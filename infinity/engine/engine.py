@@ -43,6 +43,7 @@ from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped_objects import close_with
 from infinity.system.events import Events
+from infinity.system.garbage_collector import without_collections
 from infinity.system.interrupts import uninterrupted
 from infinity.system.mapped import ReadAhead
 from infinity.system.progress import Progress, ignore
@@ -248,7 +249,7 @@ class Engine(NotAModule, NotCopied):
             set_owner(param, self)
         self.dtypes = ParameterDtypes.of(self._named, self.config.dtype)
         self.parameter_values.renew(self._named, self.dtypes.of_torch)
-        engines.put_life(model, self.manages, self._life())
+        engines.put_life(model, {id(param) for _, param in self._named}, self._life())
         self._facade.attach(model)
 
     @uninterrupted
@@ -298,7 +299,7 @@ class Engine(NotAModule, NotCopied):
             return
         self.lifecycle.check_open()
         try:
-            with self.ranks.at("the start of the engine"):
+            with self.ranks.at("the start of the engine"), without_collections():  # for 25,600 tensors, collections took 3.6 of 8.4 s
                 self._set_up()
         except (ConfigError, UsageError):  # mistakes of the program or its settings, usually the same on all ranks
             raise

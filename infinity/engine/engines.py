@@ -9,7 +9,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 # This import registers an exit handler that closes open swap files. Exit handlers run in reverse order: the files close after `_end_all`.
 import infinity.system.swap  # noqa: F401
 from infinity.errors import ConfigError, UsageError
+from infinity.model.leaf_modules import modules_with
 from infinity.system import dropped_objects as dropped
 from infinity.system.ranks import end_process
 
@@ -101,10 +102,10 @@ class Life:
         return type(None), ()
 
 
-def put_life(model: nn.Module, manages: Callable[[nn.Parameter], bool], life: Life) -> None:
-    for module in model.modules():
-        if any(manages(param) for param in module.parameters()):
-            module.__dict__[_LIFE] = life
+def put_life(model: nn.Module, params: Container[int], life: Life) -> None:
+    """Each module above these parameters keeps the life. params: by id."""
+    for module in modules_with(model, params):
+        module.__dict__[_LIFE] = life
 
 
 def take_life(model: nn.Module) -> None:

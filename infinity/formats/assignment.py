@@ -51,7 +51,8 @@ class ParameterDtypes:
         for name, (_, param) in zip(names, named):
             totals[name] += param.numel()
         main = max(totals, key=totals.__getitem__, default=default)
-        scales = any(Format(name, param.requires_grad).needs_loss_scale for name, (_, param) in zip(names, named))
+        formats = {(name, param.requires_grad) for name, (_, param) in zip(names, named)}  # few, of perhaps 100,000 parameters
+        scales = any(Format(*each).needs_loss_scale for each in formats)
         return cls(names, main, scales)
 
     @property

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C import _current_graph_task_id
 
 from infinity.model.compiled import is_wrapper
-from infinity.model.leaf_modules import inside_leaves, is_leaf
+from infinity.model.leaf_modules import inside_leaves, is_leaf, modules_with
 from infinity.tiers.chunk_state import Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
@@ -38,7 +38,7 @@ class Op:
 
 def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op]]:
     """Each op with its module. The first is the model, or the module that torch.compile has wrapped."""
-    inside, with_params, index = inside_leaves(model), _with_params(model, registry), 0
+    inside, with_params, index = inside_leaves(model), modules_with(model, registry.by_param), 0
     for name, module in model.named_modules():
         if module in inside or is_wrapper(module):
             continue
@@ -47,28 +47,12 @@ def ops_of(model: nn.Module, registry: Registry) -> Iterator[tuple[nn.Module, Op
             index += 1
 
 
-def _with_params(model: nn.Module, registry: Registry) -> set[nn.Module]:
-    """The modules of a model that have parameters of the engine, or children with such parameters."""
-    found: dict[nn.Module, bool] = {}
-
-    def visit(module: nn.Module) -> bool:
-        if module not in found:
-            found[module] = False  # a module may contain itself
-            own = any(param is not None and registry.find(param) is not None for param in module._parameters.values())
-            below = [visit(child) for child in module._modules.values() if child is not None]  # all of them, not only the first with parameters
-            found[module] = own or any(below)
-        return found[module]
-
-    visit(model)
-    return {module for module, has_params in found.items() if has_params}
-
-
 def op_of(module: nn.Module, op: Op, registry: Registry) -> Op:
     """The op with the current parameters of the module."""
     params = module.parameters() if is_leaf(module) else module._parameters.values()
     states = [state for p in params if p is not None and (state := registry.find(p)) is not None]
     spans = dict.fromkeys(registry.span_of(state) for state in states)
-    return dataclasses.replace(op, spans=tuple(spans), params=tuple(states), whole=is_leaf(module))
+    return Op(op.index, op.name, tuple(spans), tuple(states), is_leaf(module))
 
 
 class Frame:
