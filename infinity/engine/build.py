@@ -281,7 +281,7 @@ def _registry(given: _Inputs, written: set[int]) -> Registry:
     chunks = [ChunkState(chunk, record, given.ranks.rank, spans[chunk.span]) for chunk, record in pairs]
     for index, chunk in enumerate(chunks):
         must_wait, has_host_place = index in given.placement.must_wait, index not in given.placement.may_stay
-        chunk.place({kind: homes[kind][index] for kind in KINDS}, must_wait=must_wait, has_host_place=has_host_place)
+        chunk.set_homes({kind: homes[kind][index] for kind in KINDS}, must_wait=must_wait, has_host_place=has_host_place)
     return Registry(layout_, params, spans, chunks)
 
 

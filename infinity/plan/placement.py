@@ -14,9 +14,9 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # device and come last. If all of these homes fit, they come before gradients that do not wait. Larger inputs, which send visitors home,
 # then need nothing of NVMe. Waiting gradients without a place stay on the device until their update begins, if the device has room.
 #
-# The gradients of the last spans come first, while activations fill the device. So gradients stay on the device from the first span on, and the
-# last spans have the places in host memory. (14.8 B parameters by layer, 32 micro-batches of 4,096 tokens, 80 GB: in the reverse order, each
-# micro-batch read the sums of the head and the last layer from NVMe and wrote them.)
+# Backward passes compute the gradients of the last spans first, while activations fill the device. Therefore gradients stay on the device from
+# the first span on. Host memory has places for those of the last spans. (14.8 B parameters by layer, 32 micro-batches of 4,096 tokens, 80 GB:
+# with places for the first spans instead, each micro-batch read the sums of the head and the last layer from NVMe and wrote them.)
 #
 # More gradients on the device mean fewer visitors. 4 bytes of a sum in host memory make room on the device for a third of a record, whose
 # sum and weights then need no host memory. The visitors and the staying gradients are therefore found by turns, beginning with all possible

@@ -50,13 +50,13 @@ def uninterrupted(function):
 class Shield:
     """Work that runs in a thread of its own. The work reads `asked_to_stop` at points where an early end is possible, by an exception.
 
-    within(): a context of the work. Waits with bare locks: Python's events and conditions, and the start of a thread, treat an interrupt as their
-    own error.
+    context(): returns a context manager, which the work's thread enters around the work. Waits with bare locks: Python's events and conditions,
+    and the start of a thread, treat an interrupt as their own error.
     """
 
-    def __init__(self, work: Callable[[Shield], object], within: Callable[[], contextlib.AbstractContextManager]):
+    def __init__(self, work: Callable[[Shield], object], context: Callable[[], contextlib.AbstractContextManager]):
         self.asked_to_stop = False
-        self._work, self._within = work, within
+        self._work, self._context = work, context
         self._claim = threading.Lock()  # taken by the thread that runs the work, or by the one that gives up before
         self._is_over, self._gate = False, threading.Lock()  # held until the work is over
         self._gate.acquire()
@@ -97,7 +97,7 @@ class Shield:
         self._gate.release()
 
     def _call(self) -> object:
-        with self._within():
+        with self._context():
             return self._work(self)
 
 
@@ -118,9 +118,9 @@ def _run_each() -> None:
         _line.get()._run()
 
 
-def shielded(work: Callable[[Shield], object], within: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext) -> object:
-    """Return the work's result, or raise the work's error; see [Note: interrupts]. within(): a context of the work."""
-    return Shield(work, within).run()
+def shielded(work: Callable[[Shield], object], context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext) -> object:
+    """Return the work's result, or raise the work's error; see [Note: interrupts]. context: see `Shield`."""
+    return Shield(work, context).run()
 
 
 def guard() -> None:

@@ -44,7 +44,7 @@ class ChunkState:
         self.homes: dict[str, Tier] = dict.fromkeys(KINDS, NVME)  # by kind; a record that visits the device keeps its homes
         self.weights_home = self.states_home = NVME  # of the present record: the device while the record visits it
         self.must_wait = False  # on some rank, the gradient can wait nowhere but on the device: so it does on all ranks
-        self.has_host_place = True  # for a gradient that waits for step(), on all ranks
+        self.has_host_place = True  # False if, on any rank, a gradient that waits for step() has no place in host memory
         self.extents: dict[str, object] = {}  # on NVMe, by kind; None for a kind without bytes
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
@@ -61,8 +61,8 @@ class ChunkState:
         if (extent := self.extents.get(STATES)) is not None:
             extent.note_zeros()
 
-    def place(self, homes: dict[str, Tier], *, must_wait: bool, has_host_place: bool) -> None:
-        """Set the homes of the record, which is there. The other arguments: see the attributes."""
+    def set_homes(self, homes: dict[str, Tier], *, must_wait: bool, has_host_place: bool) -> None:
+        """Set the homes of the record. The record is at home. must_wait, has_host_place: see the attributes."""
         self.homes, self.must_wait, self.has_host_place = homes, must_wait, has_host_place
         self.return_home()
 

@@ -5,8 +5,8 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 """
 
 # [Note: room for sums]
-# A sum waits on the device until its update begins, if activations of earlier ops have left room. If host memory has a place for the sum, all
-# later sums without one must have room, too. Sums that do not wait leave when they are complete.
+# A sum waits on the device until its update begins, if activations of earlier ops have left room. If the sum has a place in
+# host memory, the device must also have room for all later sums without such a place. Sums that do not wait leave when they are complete.
 # Until then they use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without any
 # room adds up in host memory. The room of a sum is free again after the sum has left.
 # The engine checks this when more room is needed.
@@ -54,20 +54,22 @@ class DeviceSums:
         """The chunks of these parameters on this rank."""
         return list(dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)))
 
-    def begin(self, params: Collection[ParameterState], following: Iterable[ParameterState], waiting: tuple[int, int]) -> list[ChunkState]:
-        """Gradients of these parameters come next. following: parameters that the ops of the next segment use. waiting: device bytes beside spans
-        and records for sums that wait for their updates, and the part for sums that have a place in host memory. Returns the chunks of all
-        ranks.
+    def begin(
+        self, params: Collection[ParameterState], following: Iterable[ParameterState], waiting_room: int, room_with_host_place: int
+    ) -> list[ChunkState]:
+        """Gradients of these parameters come next. following: parameters that the ops of this segment and the next one use. waiting_room: device
+        bytes beside spans and records, for sums that wait for their updates. room_with_host_place: the part of them that sums with a place in
+        host memory may take. Returns the chunks of all ranks.
         """
         self.weights.drain_dropped()
         spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
-        chunks, (waiting_room, spare_room) = self.chunks_of(params), waiting
+        chunks = self.chunks_of(params)
         if self.ranks.are_several:
             in_chunks = set(chunks)
-            rooms, come = (room, waiting_room, spare_room), (chunk in in_chunks for chunk in self.registry.chunks)
+            rooms, come = (room, waiting_room, room_with_host_place), (chunk in in_chunks for chunk in self.registry.chunks)
             found = self.ranks.most([*(-nbytes for nbytes in rooms), *come])
-            room, waiting_room, spare_room = (-nbytes for nbytes in found[:3])
+            room, waiting_room, room_with_host_place = (-nbytes for nbytes in found[:3])
             chunks = [chunk for chunk, comes in zip(self.registry.chunks, found[3:], strict=True) if comes]
         self._free_room()
         if self._nbytes > room:
@@ -79,11 +81,11 @@ class DeviceSums:
             if chunk in self._here or not chunk.trainable or (gradient.job is not None and chunk not in self._earlier):
                 continue
             may_wait = chunk.on_device or not chunk.gradient_on_device
-            free = spare_room if chunk.has_host_place else waiting_room
+            free = room_with_host_place if chunk.has_host_place else waiting_room
             if may_wait and gradient.job is None and (chunk.on_device or chunk.must_wait or nbytes <= free):
                 self._wait(chunk)
                 waiting_room -= nbytes
-                spare_room -= nbytes
+                room_with_host_place -= nbytes
             if chunk.gradient_on_device:
                 continue
             self._free_room(room - nbytes)

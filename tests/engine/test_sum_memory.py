@@ -30,7 +30,7 @@ def run_step(memory, events, *, is_measured=True):
 
 @pytest.fixture
 def memory():
-    return SumMemory(lambda chunk: chunk.nbytes)
+    return SumMemory(lambda chunk: chunk.nbytes, [])
 
 
 @pytest.fixture
@@ -132,44 +132,27 @@ def test_the_order_of_the_sums_is_that_of_the_step(memory, chunks):
     assert run_step(memory, [50, [c], [b, a], 5]) == [c, b, a]
 
 
-def test_recent_bytes_are_those_since_the_last_sums_began(memory, chunks):
-    a, b, _ = chunks
-    memory.note_op(40)
-    assert memory.recent_nbytes(60) == 60  # no sum has begun
-    memory.note_sums([a])
-    assert memory.recent_nbytes(60) == 60  # no op since then
-    memory.note_op(50)
-    memory.note_op(30)
-    assert memory.recent_nbytes(60) == 50
-    memory.note_sums([b])
-    memory.note_op(20)
-    assert memory.recent_nbytes(60) == 20
-    memory.end_step(is_measured=True)
-    memory.note_op(10)
-    assert memory.recent_nbytes(60) == 60
-
-
-def test_promised_bytes_count_later_sums_without_a_place_in_host_memory():
+def test_the_peak_counts_later_sums_without_a_place_in_host_memory():
     a, b, c, d = chunks = [Chunk(name, has_host_place=name in "ad") for name in "abcd"]
     memory = SumMemory(lambda chunk: chunk.nbytes, chunks)
     run_step(memory, [50, [a], 40, [b], 38, [c], 20, [d], 10])
-    assert [memory.promised_nbytes([chunk], 50) for chunk in chunks] == [53, 38, 20, 10]  # 40, 38 + 15 or 20 + 30
-    assert memory.promised_nbytes([c, d], 50) == 20
+    assert [memory.peak_with_sums_nbytes([chunk], 50) for chunk in chunks] == [53, 38, 20, 10]  # 40, 38 + 15 or 20 + 30
+    assert memory.peak_with_sums_nbytes([c, d], 50) == 20
 
 
-def test_in_the_first_step_all_sums_that_have_not_come_are_promised():
+def test_in_the_first_step_the_peak_counts_all_sums_that_have_not_come():
     a, b, c, d = chunks = [Chunk(name, has_host_place=name in "ad") for name in "abcd"]
     memory = SumMemory(lambda chunk: chunk.nbytes, chunks)
-    assert memory.promised_nbytes([a], 50) == 80
+    assert memory.peak_with_sums_nbytes([a], 50) == 80
     memory.note_sums([a, b])
-    assert memory.promised_nbytes([d], 50) == 65
-    assert memory.promised_nbytes([c], 50) == 50
+    assert memory.peak_with_sums_nbytes([d], 50) == 65
+    assert memory.peak_with_sums_nbytes([c], 50) == 50
 
 
-def test_promised_bytes_follow_the_sums_of_a_step_without_measurement():
+def test_the_peak_follows_the_sums_of_a_step_without_measurement():
     """As on the CPU, where no op is measured."""
     a, b, c = chunks = [Chunk(name, has_host_place=name == "a") for name in "abc"]
     memory = SumMemory(lambda chunk: chunk.nbytes, chunks)
     run_step(memory, [[a], [b], [c]], is_measured=False)
-    assert [memory.promised_nbytes([chunk], 0) for chunk in chunks] == [30, 15, 0]
-    assert memory.promised_nbytes([a], 0) == 30
+    assert [memory.peak_with_sums_nbytes([chunk], 0) for chunk in chunks] == [30, 15, 0]
+    assert memory.peak_with_sums_nbytes([a], 0) == 30

@@ -164,8 +164,10 @@ class LayerwiseStep:
                     if micro.thread.is_over:
                         left.remove(micro)
                         losses[micro] = micro.thread.result.detach()
-                        self._begin_sums([micro])
+                        self._begin_sums([micro], position)
                         self._go_back(micro, position)
+            if left:
+                self.engine.device_budget.end_segment(position)
         if self._is_last_round:
             if self.num > 1 and self.blocks:
                 self.limits.note_checked(self.model, is_cut=self.is_cut)
@@ -207,7 +209,7 @@ class LayerwiseStep:
         (last,) = self.engine.ranks.most([max(here, default=-1)])
         there = self.engine.ranks.most([position in here for position in range(last + 1)])
         for position in (position for position in range(last, -1, -1) if there[position]):
-            self._begin_sums([micro for micro in self.micro_batches if micro.position == position])
+            self._begin_sums([micro for micro in self.micro_batches if micro.position == position], position)
             with self._weights_kept():
                 for micro in self.micro_batches:
                     self._go_back(micro, position)
@@ -243,13 +245,15 @@ class LayerwiseStep:
         """Weights that are fetched inside the context stay for the micro-batches that follow."""
         return self.engine.calls.segment() if len(self.micro_batches) > 1 and self.is_cut else contextlib.nullcontext()
 
-    def _begin_sums(self, micro_batches: list[MicroBatch]) -> None:
-        """Begin sums of gradients, because the last segments left of these micro-batches go backward."""
-        if self.sums is not None:
-            lasts, budget = [micro.cutter.segments[-2:] for micro in micro_batches], self.engine.device_budget
-            params, following = (set().union(*(last[index].touched for last in lasts)) for index in (-1, 0))
-            room = budget.sum_room(self.sums.chunks_of(params), is_last_round=self._is_last_round)
-            budget.note_sums(self.sums.begin(params, following, room))
+    def _begin_sums(self, micro_batches: list[MicroBatch], position: int) -> None:
+        """Begin sums of gradients, because the last segments left of these micro-batches go backward: those at this position."""
+        if self.sums is None:
+            return
+        budget = self.engine.device_budget
+        params = set().union(*(micro.params_of_last_segment() for micro in micro_batches))
+        following = set().union(*(segment.touched for micro in micro_batches for segment in micro.cutter.segments[-2:]))
+        rooms = budget.sum_room(self.sums.chunks_of(params), position if self._is_last_round else None)
+        budget.note_sums(self.sums.begin(params, following, *rooms))
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._in_backward = micro

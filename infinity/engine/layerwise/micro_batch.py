@@ -178,6 +178,11 @@ class MicroBatch:
         if roots:
             torch.autograd.backward(*zip(*roots))
 
+    def params_of_last_segment(self) -> set[ParameterState]:
+        """The parameters whose gradients are complete when the last segment left has gone backward. No earlier segment uses them."""
+        last = self.cutter.segments[-1]
+        return {state for state in last.touched if self.first_use.get(state, last.position) >= last.position}
+
     def withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
         """Keep a parameter's gradient if an earlier segment will add to the gradient. Returns whether the gradient is kept."""
         if self.first_use.get(state, self._backward_position) >= self._backward_position:

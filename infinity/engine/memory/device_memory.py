@@ -21,8 +21,8 @@ come from the training thread, on all ranks at the same points.
 # memory of a sum after the update, for visitors, too. In the first step, a gradient waits on the device if half of the free memory is enough.
 # If the device has room for all weights and all sums, an ordinary loop transfers each weight and each sum once. A layer-wise step transfers no
 # less, and changes threads at each segment. So the micro-batches of such a step run in turn, forward and backward. (7.1 B parameters, a mixture
-# of experts, 16 micro-batches of 4,096 tokens: by layer 9.2 s on a host where the loop takes 7.8 s. In turn 7.3 to 8.8 s on a host where the
-# loop takes 7.4 to 8.3 s.) This holds if updates wait for step(). If they do not, a layer-wise step is better, because its backward passes hide
+# of experts, 16 micro-batches of 4,096 tokens: by layer, a step takes 9.2 s on a host where the loop takes 7.8 s. In turn, the step takes 7.3
+# to 8.8 s on another host, where the loop takes 7.4 to 8.3 s.) This holds if updates wait for step(). If they do not, a layer-wise step is better, because its backward passes hide
 # the updates.
 #
 # step() divides the device before the updates, so that the device updates the records that come. Their gradients may be there already.
@@ -105,6 +105,7 @@ class DeviceBudget:
             room = max(self.placement.least_nbytes, meter.room_for(growth) - self.sizes.beside_nbytes)  # the least also for a NaN
         grows, failed, lacking = self.ranks.most([growth > 1 or not shapes, failed, int(max(0, self.budget_nbytes - room))])
         if failed:
+            self.sums.end_forecasts()
             self._retreat()
         elif lacking:
             self._shrink(self.budget_nbytes - lacking)
@@ -202,20 +203,22 @@ class DeviceBudget:
         self.meter.end_op()  # before the gradient takes memory
         return self._room_beside(self.meter.activation_nbytes)
 
-    def sum_room(self, chunks: Iterable[ChunkState], *, is_last_round: bool) -> tuple[int, int]:
-        """Device bytes that are free for sums of these chunks, which come next and wait for their updates, and the part of them that later sums
-        without a place in host memory do not need. is_last_round: later ops take no more memory than the ops since the last sums began.
-        """
+    def sum_room(self, chunks: Iterable[ChunkState], position: int | None) -> tuple[int, int]:
+        """(Device bytes for sums of these chunks, which come next and wait for their updates; the part that later sums without a place in host
+        memory leave). position: of the segment that goes backward next, None if another round follows."""
         if not self.sizes.movable:
             return 0, 0
-        chunks, meter = list(chunks), self.meter
-        if meter.is_on:
-            meter.end_op()
-            later = self.sums.recent_nbytes(meter.activation_nbytes) if is_last_round else meter.activation_nbytes
-        else:
-            later = self.sums.later_nbytes(chunks, meter.activation_nbytes)
-        room = self._room_beside(later)
-        return room, room - max(0, self.sums.promised_nbytes(chunks, later) - later)
+        if self.meter.is_on:
+            self.meter.end_op()
+        ops, with_sums = self.sums.peaks_of_later(chunks, position, self.meter.activation_nbytes, is_measured=self.meter.is_on)
+        room = self._room_beside(ops)
+        return room, room - max(0, with_sums - ops)
+
+    def end_segment(self, position: int) -> None:
+        """All forward passes of a layer-wise step have left the segment at this position."""
+        if self.meter.is_on:
+            self.meter.end_op()
+            self.sums.forecast.end_forward(position)
 
     def _room_beside(self, activation_nbytes: int) -> int:
         room = self.placement.device_nbytes if self.gauge is None else int(self.meter.room(activation_nbytes))

@@ -9,14 +9,15 @@ Pure arithmetic over chunks in the order of their sums, and the bytes of ops. Mu
 # memory than the activations have left when they come. The next forward pass begins the updates in its own order, so the same holds in the
 # other direction. (14.8 B parameters, 8 micro-batches of 16,384 tokens: 64 GB of inputs, then 59 GB of sums.)
 #
-# The first sums come while most activations are on the device. So host memory has places for the gradients of the last chunks. A sum with such
-# a place waits on the device only if all later sums without one still have room.
+# The gradients of the last chunks come first, while most activations are on the device. These gradients have places in host memory. Such a
+# gradient waits on the device only if there is also room for all later gradients without a place in host memory.
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
 
+from infinity.engine.memory.op_forecast import OpForecast
 from infinity.tiers.chunk_state import ChunkState
 
 
@@ -26,57 +27,69 @@ class SumMemory:
     nbytes_of(chunk): bytes of a chunk's sum on the device. chunks: all chunks of the engine.
     """
 
-    def __init__(self, nbytes_of: Callable[[ChunkState], int], chunks: Iterable[ChunkState] = ()):
+    def __init__(self, nbytes_of: Callable[[ChunkState], int], chunks: Iterable[ChunkState]):
         self.nbytes_of = nbytes_of
-        self._only_here = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
+        self.forecast = OpForecast()  # of the measured step
+        self._forecasts = True
         self.coming: dict[ChunkState, int] = {}  # chunks whose sums came in this step, in order -> number of measured ops before
+        self._without_host_place = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
         self._op_nbytes: list[int] = []  # of the measured step, in order
-        self._num_before = 0  # measured ops before the last sums began
         self._later_nbytes: dict[ChunkState, int] = {}  # most bytes of any op after the chunk's sum came
-        self._most_nbytes: dict[ChunkState, int] = {}  # the same, with the sums that came until then and have no place in host memory
+        self._peak_with_sums_nbytes: dict[ChunkState, int] = {}  # most bytes of later ops and later sums without a host place, at any time
 
     def note_op(self, nbytes: int) -> None:
         """An op of a measured step has allocated so many bytes."""
         self._op_nbytes.append(nbytes)
+        self.forecast.note_op(nbytes)
 
     def note_sums(self, chunks: Iterable[ChunkState]) -> None:
         """Sums of these chunks come next, some of them perhaps not for the first time."""
         for chunk in chunks:
             if chunk.trainable:
                 self.coming.setdefault(chunk, len(self._op_nbytes))
-        self._num_before = len(self._op_nbytes)
 
     def end_step(self, *, is_measured: bool) -> list[ChunkState]:
         """End a step. Returns the chunks of its sums, in order."""
         coming, self.coming = self.coming, {}
         if is_measured:
-            most = list(itertools.accumulate(reversed(self._op_nbytes), max))[::-1]
+            peaks = list(itertools.accumulate(reversed(self._op_nbytes), max))[::-1]
             for chunk, position in coming.items():
-                later = most[position] if position < len(most) else 0
+                later = peaks[position] if position < len(peaks) else 0
                 self._later_nbytes[chunk] = max(later, self._later_nbytes.get(chunk, 0))
-        self._op_nbytes, self._num_before = [], 0
-        most = 0
+        self._op_nbytes, self.forecast = [], OpForecast()
+        peak = 0
         for chunk in reversed(coming):
-            self._most_nbytes[chunk] = most = max(most, self._later_nbytes.get(chunk, 0))
-            most += 0 if chunk.has_host_place else self.nbytes_of(chunk)
+            self._peak_with_sums_nbytes[chunk] = peak = max(peak, self._later_nbytes.get(chunk, 0))
+            peak += 0 if chunk.has_host_place else self.nbytes_of(chunk)
         return list(coming)
 
     def later_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
         """The most bytes of any op after the first sums of these chunks come. most: of any op, for chunks that were not measured."""
         return max((self._later_nbytes.get(chunk, most) for chunk in chunks if chunk.gradient.job is None), default=most)
 
-    def recent_nbytes(self, most: int) -> int:
-        """In a measured step: the most bytes of any op since the last sums began. most: of any op, for a step without sums so far."""
-        return max(self._op_nbytes[self._num_before :], default=most) if self.coming else most
+    def end_forecasts(self) -> None:
+        """An allocation has failed: from now on any later op of a measured step may be as large as the largest one so far."""
+        self._forecasts = False
 
-    def promised_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
-        """The most bytes that ops, and later sums without a place in host memory, take at once after the sums of these chunks come. most: of
-        any op, for chunks that no step has had.
+    def peaks_of_later(self, chunks: Iterable[ChunkState], position: int | None, most: int, *, is_measured: bool) -> tuple[int, int]:
+        """(Peak of later ops, peak of these ops together with later sums that have no place in host memory). chunks: whose sums come next.
+        position: of the segment that goes backward next, None if another round follows. most: bytes of the largest op so far.
+        """
+        chunks = list(chunks)
+        if not is_measured:
+            ops = self.later_nbytes(chunks, most)
+        else:
+            ops = self.forecast.begin_backward(position) if self._forecasts and position is not None else most
+        return ops, self.peak_with_sums_nbytes(chunks, ops)
+
+    def peak_with_sums_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
+        """The peak of later ops together with those later sums that have no place in host memory. chunks: whose sums come next. most: bytes of
+        the largest op, if no step has had some of these chunks.
         """
         chunks = [chunk for chunk in chunks if chunk.gradient.job is None]
-        if all(chunk in self._most_nbytes for chunk in chunks):
-            return max((self._most_nbytes[chunk] for chunk in chunks), default=most)
-        later = {*self._only_here}.difference(self.coming, chunks)
+        if all(chunk in self._peak_with_sums_nbytes for chunk in chunks):
+            return max((self._peak_with_sums_nbytes[chunk] for chunk in chunks), default=most)
+        later = set(self._without_host_place).difference(self.coming, chunks)
         return most + sum(map(self.nbytes_of, later))
 
     def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int) -> tuple[int, int]:
