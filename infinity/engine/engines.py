@@ -17,7 +17,7 @@ from torch import nn
 # This import registers an exit handler that closes open swap files. Exit handlers run in reverse order: the files close after `_end_all`.
 import infinity.system.swap  # noqa: F401
 from infinity.errors import ConfigError, UsageError
-from infinity.model.leaf_modules import modules_with
+from infinity.model.module_tree import modules_with
 from infinity.system import dropped_objects as dropped
 from infinity.system.ranks import end_process
 

@@ -1,4 +1,4 @@
-"""Modules whose parameters are fetched together, whichever submodules run: `infinity.leaf`, and compiled regions. Modules with parameters.
+"""Modules whose parameters are fetched together, whichever submodules run: `infinity.leaf`, and compiled regions.
 
 Knows modules. Must not know how parameters are fetched.
 """
@@ -6,7 +6,6 @@ Knows modules. Must not know how parameters are fetched.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
 
 import torch
 
@@ -45,21 +44,3 @@ def is_leaf(module: torch.nn.Module) -> bool:
 def inside_leaves(model: torch.nn.Module) -> set[torch.nn.Module]:
     """The modules below a model that are fetched with a leaf above them."""
     return {below for module in model.modules() if is_leaf(module) for below in module.modules() if below is not module}
-
-
-def modules_with(model: torch.nn.Module, params: Container[int]) -> set[torch.nn.Module]:
-    """The modules of a model, itself included, that have some of these parameters, or children with some. params: by id. Looks at each module
-    once.
-    """
-    found: dict[torch.nn.Module, bool] = {}
-
-    def visit(module: torch.nn.Module) -> bool:
-        if module not in found:
-            found[module] = False  # a module may contain itself
-            own = any(id(param) in params for param in module._parameters.values())
-            below = [visit(child) for child in module._modules.values() if child is not None]  # all, not only the first with parameters
-            found[module] = own or any(below)
-        return found[module]
-
-    visit(model)
-    return {module for module, has_ours in found.items() if has_ours}

@@ -23,7 +23,6 @@ from torch import nn
 
 from infinity.errors import ConfigError
 
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # dicts of parameters, modules and hooks, and flags
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
 
-_WITH_TILED_FORM = (nn.Linear, nn.Embedding)
 AUTO_TILES = 8  # tiles of an "auto" size that fit the device
 LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller tiles would not help: the whole budget is too small
 
@@ -25,13 +24,10 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
     other references; see [Note: how a layer becomes its tiled form]. The parameters are new: cut before an optimizer is created.
     """
     num_tiles: dict[nn.Module, int] = {}
-    weights = (layer._parameters.get("weight") for layer in model.modules() if type(layer) in _WITH_TILED_FORM)
-    if not any(weight is not None and weight.numel() * itemsize > above_nbytes for weight in weights):
-        return []
-    for weight, layers in _weights_to_cut(model):
+    for weight, layers in _weights_to_cut(model, above_nbytes, itemsize):
         num_rows, num_columns = weight.shape
         rows_a_tile = max(1, tile_nbytes // (num_columns * itemsize))
-        if weight.numel() * itemsize <= above_nbytes or num_rows <= rows_a_tile:
+        if num_rows <= rows_a_tile:
             continue
         tiles = -(-num_rows // rows_a_tile)
         become_tiled(layers, tiles)
@@ -88,8 +84,11 @@ def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
 # The choice of layers.
 
 
-def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module]]]:
-    """Weights that only layers with a tiled form refer to, with these layers."""
+def _weights_to_cut(model: nn.Module, above_nbytes: int, itemsize: int) -> list[tuple[nn.Parameter, list[nn.Module]]]:
+    """Weights of more bytes than above_nbytes that only layers with a tiled form refer to, with these layers."""
+    large = [module for module in model.modules() if _has_tiled_form(module) and _nbytes(module, itemsize) > above_nbytes]
+    if not large:  # the search for references looks at all attributes of all modules
+        return []
     users: dict[int, list[tuple[nn.Module, str]]] = {}
     elsewhere: set[int] = set()
     for module in model.modules():
@@ -105,9 +104,9 @@ def _weights_to_cut(model: nn.Module) -> list[tuple[nn.Parameter, list[nn.Module
         return type(param) is nn.Parameter and not hooks and used and id(param) not in elsewhere
 
     found: dict[int, tuple[nn.Parameter, list[nn.Module]]] = {}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or not weight.numel() or not _has_tiled_form(module) or not is_alone(weight, "weight"):
+    for module in large:
+        weight = module._parameters["weight"]
+        if not is_alone(weight, "weight"):
             continue
         layers = [layer for layer, _ in users[id(weight)]]
         biases = [layer._parameters["bias"] for layer in layers if layer._parameters.get("bias") is not None]
@@ -124,10 +123,16 @@ _HOOKS = (
 
 def _has_tiled_form(module: nn.Module) -> bool:
     """Whether a module is a plain layer without additions that the tiled form would lack."""
-    if type(module) not in _WITH_TILED_FORM or (type(module) is nn.Embedding and unsupported_option(module)):
+    if type(module) not in (nn.Linear, nn.Embedding) or (type(module) is nn.Embedding and unsupported_option(module)):
         return False
     added = set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules or "forward" in vars(module)
     return not added and not any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _nbytes(module: nn.Module, itemsize: int) -> int:
+    """Bytes of a layer's weight, if it has one."""
+    weight = module._parameters.get("weight")
+    return weight.numel() * itemsize if weight is not None else 0
 
 
 def _parameters_in(value) -> Iterator[nn.Parameter]:

@@ -235,11 +235,8 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
         raise ValueError(f"parameters without elements cannot be packed: {', '.join(empty)}")
 
     classes: dict[Format, list[int]] = {}
-    by_id: dict[int, list[int]] = {}  # most parameters share a Format, whose hash takes longer
     for param, spec in enumerate(specs):
-        if (params := by_id.get(id(spec.format))) is None:
-            params = by_id[id(spec.format)] = classes.setdefault(spec.format, [])
-        params.append(param)
+        classes.setdefault(spec.format, []).append(param)
     runs = [run for params in classes.values() for run in _runs(specs, params, chunk_numel)]
     runs.sort(key=lambda run: run.params[0])
 
@@ -348,8 +345,7 @@ def _end(used: int, numels: Iterable[int], alignment: int) -> int:
 
 def _place(used: int, numel: int, alignment: int) -> int:
     """The first offset from `used` on at which a parameter of this size may start."""
-    aligned = -(-used // alignment) * alignment  # `round_up`, without calls: a model may have 100,000 parameters
-    border = -(-used // BLOCK_NUMEL) * BLOCK_NUMEL
+    aligned, border = round_up(used, alignment), round_up(used, BLOCK_NUMEL)
     return aligned if aligned + numel <= border else border
 
 
@@ -368,7 +364,5 @@ def _cut(pieces, begin, end):
         stop = min(piece.start + piece.numel, end)
         if piece.start >= end:
             break
-        if begin == 0 and stop - start == piece.numel:
-            yield piece
-        elif start < stop:
+        if start < stop:
             yield Piece(piece.param, start - begin, piece.param_start + start - piece.start, stop - start)

@@ -1,6 +1,6 @@
 """Pauses Python's garbage collector, which looks at every object of the program again and again while many objects are made.
 
-Must not know which objects are made.
+Knows the collector. Must not know which objects are made.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 """
 
 # [Note: room for sums]
-# A sum waits on the device until its update begins, if activations of earlier ops have left room. If the sum has a place in
-# host memory, the device must also have room for all later sums without such a place. Sums that do not wait leave when they are complete.
-# Until then they use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without any
-# room adds up in host memory. The room of a sum is free again after the sum has left.
-# The engine checks this when more room is needed.
+# A sum waits on the device until its update begins, if activations of earlier ops have left room. If the sum has a place in host
+# memory, the device must also have room for all later sums without such a place. Sums that do not wait leave when they are complete. Until
+# then they use the device memory for spans that come and go, if the spans of the current ops leave room there. A gradient without any room
+# adds up in host memory. The room of a sum is free again after the sum has left. The engine checks this when more room is needed.
 # If micro-batches run in rounds, on one rank, the sums of earlier rounds come back, and the next gradients are added to them. This moves
 # 8 bytes a parameter and round over the link. Gradients that leave one by one move 2 or 4 bytes for each micro-batch. If host memory has no
 # place for all sums, such gradients would also be read from NVMe and written for each micro-batch.
@@ -24,7 +23,7 @@ gradients next, the complete chunks, and the begin of a round. The training thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from infinity.plan.slots import farthest_first
 from infinity.system.lanes import Job
@@ -55,14 +54,14 @@ class DeviceSums:
         return list(dict.fromkeys(chunk for state in params for chunk in self.registry.chunks_of(state)))
 
     def begin(
-        self, params: Collection[ParameterState], following: Iterable[ParameterState], waiting_room: int, room_with_host_place: int
+        self, params: Iterable[ParameterState], used: Iterable[ParameterState], waiting_room: int, room_with_host_place: int
     ) -> list[ChunkState]:
-        """Gradients of these parameters come next. following: parameters that the ops of this segment and the next one use. waiting_room: device
+        """Gradients of these parameters come next. used: all parameters that the ops of this segment and the next one use. waiting_room: device
         bytes beside spans and records, for sums that wait for their updates. room_with_host_place: the part of them that sums with a place in
         host memory may take. Returns the chunks of all ranks.
         """
         self.weights.drain_dropped()
-        spans = {self.registry.span_of(state) for state in (*params, *following)}.union(self.weights.held.values())
+        spans = {self.registry.span_of(state) for state in used}.union(self.weights.held.values())
         room = self.tier.budget_nbytes - sum(span.nbytes for span in spans if not span.pinned)
         chunks = self.chunks_of(params)
         if self.ranks.are_several:

@@ -13,7 +13,8 @@ from torch import nn
 from torch._C import _current_graph_task_id
 
 from infinity.model.compiled import is_wrapper
-from infinity.model.leaf_modules import inside_leaves, is_leaf, modules_with
+from infinity.model.leaf_modules import inside_leaves, is_leaf
+from infinity.model.module_tree import modules_with
 from infinity.tiers.chunk_state import Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState

@@ -167,7 +167,7 @@ class LayerwiseStep:
                         self._begin_sums([micro], position)
                         self._go_back(micro, position)
             if left:
-                self.engine.device_budget.end_segment(position)
+                self.engine.device_budget.end_forward_segment(position)
         if self._is_last_round:
             if self.num > 1 and self.blocks:
                 self.limits.note_checked(self.model, is_cut=self.is_cut)
@@ -251,9 +251,9 @@ class LayerwiseStep:
             return
         budget = self.engine.device_budget
         params = set().union(*(micro.params_of_last_segment() for micro in micro_batches))
-        following = set().union(*(segment.touched for micro in micro_batches for segment in micro.cutter.segments[-2:]))
+        used = set().union(*(segment.touched for micro in micro_batches for segment in micro.cutter.segments[-2:]))
         rooms = budget.sum_room(self.sums.chunks_of(params), position if self._is_last_round else None)
-        budget.note_sums(self.sums.begin(params, following, *rooms))
+        budget.note_sums(self.sums.begin(params, used, *rooms))
 
     def _go_back(self, micro: MicroBatch, position: int) -> None:
         self._in_backward = micro

@@ -181,11 +181,14 @@ class MicroBatch:
     def params_of_last_segment(self) -> set[ParameterState]:
         """The parameters whose gradients are complete when the last segment left has gone backward. No earlier segment uses them."""
         last = self.cutter.segments[-1]
-        return {state for state in last.touched if self.first_use.get(state, last.position) >= last.position}
+        return {state for state in last.touched if self._is_first_use(state, last.position)}
+
+    def _is_first_use(self, state: ParameterState, position: int) -> bool:
+        return self.first_use.get(state, position) >= position
 
     def withhold(self, state: ParameterState, gradient: torch.Tensor) -> bool:
         """Keep a parameter's gradient if an earlier segment will add to the gradient. Returns whether the gradient is kept."""
-        if self.first_use.get(state, self._backward_position) >= self._backward_position:
+        if self._is_first_use(state, self._backward_position):
             return False
         saved = None
         if self.step.is_away:

@@ -22,8 +22,8 @@ come from the training thread, on all ranks at the same points.
 # If the device has room for all weights and all sums, an ordinary loop transfers each weight and each sum once. A layer-wise step transfers no
 # less, and changes threads at each segment. So the micro-batches of such a step run in turn, forward and backward. (7.1 B parameters, a mixture
 # of experts, 16 micro-batches of 4,096 tokens: by layer, a step takes 9.2 s on a host where the loop takes 7.8 s. In turn, the step takes 7.3
-# to 8.8 s on another host, where the loop takes 7.4 to 8.3 s.) This holds if updates wait for step(). If they do not, a layer-wise step is better, because its backward passes hide
-# the updates.
+# to 8.8 s on another host, where the loop takes 7.4 to 8.3 s.) This holds if updates wait for step(). If they do not, a layer-wise step is
+# better, because its backward passes hide the updates.
 #
 # step() divides the device before the updates, so that the device updates the records that come. Their gradients may be there already.
 # Visitors with homes in host memory exchange these homes with records that stay on NVMe. Therefore no host memory is idle.
@@ -214,7 +214,7 @@ class DeviceBudget:
         room = self._room_beside(ops)
         return room, room - max(0, with_sums - ops)
 
-    def end_segment(self, position: int) -> None:
+    def end_forward_segment(self, position: int) -> None:
         """All forward passes of a layer-wise step have left the segment at this position."""
         if self.meter.is_on:
             self.meter.end_op()

@@ -1,6 +1,7 @@
 """Device memory for the sums of layer-wise steps: they take the place of activations, one segment after the other.
 
-Pure arithmetic over chunks in the order of their sums, and the bytes of ops. Must not know the device, or where else a sum may wait.
+Pure arithmetic over chunks in the order of their sums, and the bytes of ops. Knows which sums have a place in host memory. Must not know the
+device, or how sums move.
 """
 
 # [Note: sums in the place of activations]
@@ -30,7 +31,7 @@ class SumMemory:
     def __init__(self, nbytes_of: Callable[[ChunkState], int], chunks: Iterable[ChunkState]):
         self.nbytes_of = nbytes_of
         self.forecast = OpForecast()  # of the measured step
-        self._forecasts = True
+        self._may_forecast = True  # until an allocation fails
         self.coming: dict[ChunkState, int] = {}  # chunks whose sums came in this step, in order -> number of measured ops before
         self._without_host_place = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
         self._op_nbytes: list[int] = []  # of the measured step, in order
@@ -69,7 +70,7 @@ class SumMemory:
 
     def end_forecasts(self) -> None:
         """An allocation has failed: from now on any later op of a measured step may be as large as the largest one so far."""
-        self._forecasts = False
+        self._may_forecast = False
 
     def peaks_of_later(self, chunks: Iterable[ChunkState], position: int | None, most: int, *, is_measured: bool) -> tuple[int, int]:
         """(Peak of later ops, peak of these ops together with later sums that have no place in host memory). chunks: whose sums come next.
@@ -79,7 +80,7 @@ class SumMemory:
         if not is_measured:
             ops = self.later_nbytes(chunks, most)
         else:
-            ops = self.forecast.begin_backward(position) if self._forecasts and position is not None else most
+            ops = self.forecast.begin_backward(position) if self._may_forecast and position is not None else most
         return ops, self.peak_with_sums_nbytes(chunks, ops)
 
     def peak_with_sums_nbytes(self, chunks: Iterable[ChunkState], most: int) -> int:
