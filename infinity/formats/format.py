@@ -98,7 +98,8 @@ class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
     name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with stochastic rounding; only
-    parameters in the storage "bf16" have bf16 moments. accumulates: gradients of several backward passes add up, in fp32.
+    parameters in the storage "bf16" have bf16 moments. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
+    cuts, see [Note: units of a rule] in optim/rules.py; of a frozen parameter an element.
     """
 
     name: str
@@ -106,9 +107,11 @@ class Format:
     moments: tuple[str, ...] = ADAM_MOMENTS
     moments_dtype: str = "fp32"
     accumulates: bool = False
+    unit: str = "element"
 
     def __post_init__(self):
         if not self.trainable:
+            object.__setattr__(self, "unit", "element")
             object.__setattr__(self, "moments", ())
             object.__setattr__(self, "accumulates", False)
         if not self.moments or self.name != "bf16":
@@ -177,7 +180,7 @@ class Format:
     @property
     def may_be_late(self) -> bool:
         """Whether a gradient can wait beside late moments: [Note: late moments] in tiers/late_moments.py. Such gradients are bf16."""
-        return self.trainable and self.gradient == "bf16" and not self.is_coded
+        return self.trainable and self.gradient == "bf16" and not self.is_coded and self.unit == "element"
 
     def __str__(self) -> str:
         return self.name if self.trainable else f"frozen {self.name}"

@@ -23,6 +23,8 @@ Pure arithmetic over names and sizes. Must not know tiers or files. Offsets and 
 #            the norm at a block's start would else bring back the matrix before it, or the embedding, each time the block is
 #            run again.
 #
+# Parameters whose update needs whole matrices are packed otherwise: see unit_packing.py.
+#
 # `used` ends with the last parameter of a chunk. A record covers only what is used of a shard, so the padding behind it
 # exists in gathered storage but neither in host records nor on disk; gaps in front of it are below one block each.
 
@@ -37,6 +39,7 @@ from itertools import takewhile
 
 from infinity.formats.format import Format
 from infinity.plan.partition import BLOCK_NUMEL, Partition
+from infinity.plan.unit_packing import Packed, pack_units
 from infinity.sizes import round_up
 
 ALIGNMENT_NBYTES = 128
@@ -62,11 +65,12 @@ class Formatted:
 
 @dataclass(frozen=True)
 class ParameterSpec(Formatted):
-    """The name, the size and the format of one parameter."""
+    """The name, the size and the format of one parameter. unit_numel: elements of a unit, which no shard cuts; 1 if shards may cut anywhere."""
 
     name: str
     numel: int
     format: Format
+    unit_numel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +241,13 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
     classes: dict[Format, list[int]] = {}
     for param, spec in enumerate(specs):
         classes.setdefault(spec.format, []).append(param)
-    runs = [run for params in classes.values() for run in _runs(specs, params, chunk_numel)]
+    runs = [run for params in classes.values() for run in _packed(specs, params, chunk_numel, partition)]
     runs.sort(key=lambda run: run.params[0])
 
     chunks, spans = [], []
     homes = [None] * len(specs)
     for run in runs:
-        first = specs[run.params[0]]
-        sizes = _chunk_sizes(run.used, chunk_numel, partition)
+        first, sizes = specs[run.params[0]], run.chunk_sizes
         indices = tuple(range(len(chunks), len(chunks) + len(sizes)))
         span = Span(len(spans), indices, sum(sizes), first.format, tuple(run.params))
         whole = [Piece(param, offset, 0, specs[param].numel) for param, offset in zip(run.params, run.offsets)]
@@ -282,6 +285,17 @@ class _Run:
         if numel > self.chunk_numel:
             self.largest = self.chunk_numel // TAIL_FRACTION
             self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
+
+
+def _packed(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int, partition: Partition) -> Iterator[Packed]:
+    """Divide parameters of one format into spans."""
+    if specs[params[0]].format.unit != "element":
+        numels, units = ([getattr(specs[param], name) for param in params] for name in ("numel", "unit_numel"))
+        for found in pack_units(numels, units, chunk_numel=chunk_numel, partition=partition):
+            yield Packed([params[index] for index in found.params], found.offsets, found.chunk_sizes)
+        return
+    for run in _runs(specs, params, chunk_numel):
+        yield Packed(run.params, run.offsets, _chunk_sizes(run.used, chunk_numel, partition))
 
 
 def _runs(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int) -> Iterator[_Run]:

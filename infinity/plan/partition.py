@@ -14,8 +14,9 @@ BLOCK_NUMEL = 1024  # elements; no shard ends within a block: see [Note: how par
 class Partition:
     """Every chunk is cut into `world` equal shards, one for each rank, in the order of ranks.
 
-    The cut follows elements and not parameters. All update rules change elements one by one, and each rank updates its own shard alone.
-    An all-gather of the shards makes the chunk whole. A reduce-scatter of the chunk's gradient gives each rank its shard of the sum.
+    The cut follows elements and not parameters, because most update rules change elements one by one. If an update needs a whole matrix, the
+    packing puts matrices where no cut is: see unit_packing.py. So each rank updates its own shard alone. An all-gather of the shards makes
+    the chunk whole. A reduce-scatter of the chunk's gradient gives each rank its shard of the sum.
     """
 
     world: int = 1
