@@ -115,14 +115,15 @@ def version_of(engine: str) -> str:
 
 
 def make_ready(engine: str, job: Job) -> Trainer:
-    ours = {"infinity": _infinity, "by-layer": _by_layer}
+    ours = {"infinity": _infinity, "by-layer": _by_layer, "muon": _muon}
     return (ours | {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "plain": _plain, "compute": _compute})[engine](job)
 
 
-def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
+def _infinity(job: Job, *, by_layer: bool = False, kind: type[infinity.Optimizer] = infinity.AdamW) -> Trainer:
     with infinity.init(infinity.Config(trace=bool(job.trace), **job.config), window=job.window):
         model = job.make()
-    optimizer = infinity.AdamW(model.parameters(), **job.hyper, max_grad_norm=job.clip, accumulation_steps=job.accumulation)
+    hyper = job.hyper if kind is infinity.AdamW else {"lr": job.hyper["lr"], "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = kind(model.parameters(), **hyper, max_grad_norm=job.clip, accumulation_steps=job.accumulation)
     engine = infinity.engine_of(model)
 
     def moved():
@@ -151,6 +152,10 @@ def _infinity(job: Job, *, by_layer: bool = False) -> Trainer:
         return found
 
     return Trainer(_micro(job, model), update, moved, engine.close, micros if by_layer else None, remarks, save_trace)
+
+
+def _muon(job: Job) -> Trainer:
+    return _infinity(job, kind=infinity.Muon)
 
 
 def _by_layer(job: Job) -> Trainer:

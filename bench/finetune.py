@@ -11,9 +11,10 @@ mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.0
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
-infinity with `infinity.accumulate` instead of a loop over micro-batches. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory.
-DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain PyTorch has everything on the device. compute is plain PyTorch
-without gradients, optimizer states and updates: the time of the passes alone. Its losses stay those of the first step.
+infinity with `infinity.accumulate` instead of a loop over micro-batches. muon is infinity with `infinity.Muon`, and its losses are others.
+FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory. DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain
+PyTorch has everything on the device. compute is plain PyTorch without gradients, optimizer states and updates: the time of the passes alone.
+Its losses stay those of the first step.
 
 Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes a list of tokens a step ("16k" is 16,384), with
 micro-batches of up to --micro-batch sequences. With --lengths, sequences have each of these lengths for four steps, and then a random one of
@@ -72,8 +73,8 @@ from infinity.renamed import CONFIG_FIELDS
 from infinity.sizes import format_bytes
 from infinity.system.capacity import host_free_nbytes
 
-ENGINES = ("infinity", "by-layer", "fsdp2", "deepspeed", "plain", "compute")
-OURS = ("infinity", "by-layer")
+ENGINES = ("infinity", "by-layer", "muon", "fsdp2", "deepspeed", "plain", "compute")
+OURS = ("infinity", "by-layer", "muon")
 SETTINGS = (
     *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype"),
     *("compression", "update"),

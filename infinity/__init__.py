@@ -20,8 +20,10 @@ from infinity.model.recompute import checkpoint
 from infinity.model.tiled_layers import TiledEmbedding, TiledLinear, linear_cross_entropy
 from infinity.model.tiling import tile_large_layers
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.optimizers import SGD, Adam, AdamW, Elementwise, Lion
+from infinity.optim.muon import Muon
+from infinity.optim.optimizers import SGD, Adam, AdamW, Lion, Optimizer
 from infinity.optim.rules import Rule
+from infinity.renamed import warn_renamed
 from infinity.version import __version__
 
 __all__ = [
@@ -32,12 +34,13 @@ __all__ = [
     "Config",
     "ConfigError",
     "Description",
-    "Elementwise",
     "Engine",
     "Lion",
     "Loaded",
     "LossScale",
+    "Muon",
     "NonFiniteError",
+    "Optimizer",
     "PeerError",
     "Rule",
     "SGD",
@@ -73,9 +76,13 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Import the functions for torch.distributed.checkpoint when a program uses them: that package alone takes 1 s to import."""
+        """Import the functions for torch.distributed.checkpoint when a program uses them: that package alone takes 1 s to import. Also take
+        an old name of a class."""
         if name in ("load_dcp", "save_dcp"):
             from infinity.checkpoints import dcp_load, dcp_save
 
             return dcp_load.load_dcp if name == "load_dcp" else dcp_save.save_dcp
+        if name == "Elementwise":
+            warn_renamed("infinity.Elementwise", "infinity.Optimizer")
+            return Optimizer
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")

@@ -17,7 +17,7 @@ import infinity
 from aio_ext import _aio
 from infinity.engine.sizing import Training, arrange
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import ADAM_MOMENTS
+from infinity.optim.rules import AdamRule
 from infinity.plan import placement as planner
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
@@ -320,7 +320,8 @@ def place(whole, records, *, first=None, least_crowded_out=0, **options):
 def arranged(model, config, *, compresses=False, **options):
     """(layout, records, placement) of one rank. Options are the fields of Training and of Budgets (`device_budget` for the device)."""
     budgets = {name.replace("_budget", "_nbytes"): options.pop(name) for name in list(options) if name.endswith("_budget")}
-    how = Training(**{"moments": ADAM_MOMENTS, "deferred": False, "accumulating": False} | options)
+    rule = AdamRule(decoupled=options.pop("can_advance", False))  # coupled Adam has the same moments, and they are never late
+    how = Training(**{"deferred": False, "accumulating": False, "rule": rule} | options)
     return arrange(model, list(model.named_parameters()), config, Budgets(**budgets), how, (0, 1), compresses=compresses)
 
 

@@ -28,6 +28,6 @@ class RMSpropRule(Rule):
         p -= g * scalars["lr"] / (square_avg.sqrt() + scalars["eps"])
 
 
-def RMSprop(params: ParamsT, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8, **options: Any) -> infinity.Elementwise:
-    """options: of `infinity.Elementwise`, such as accumulation_steps and max_grad_norm."""
-    return infinity.Elementwise(params, RMSpropRule(), {"lr": lr, "alpha": alpha, "eps": eps}, **options)
+def RMSprop(params: ParamsT, lr: float = 1e-2, alpha: float = 0.99, eps: float = 1e-8, **options: Any) -> infinity.Optimizer:
+    """options: of `infinity.Optimizer`, such as accumulation_steps and max_grad_norm."""
+    return infinity.Optimizer(params, RMSpropRule(), {"lr": lr, "alpha": alpha, "eps": eps}, **options)

@@ -31,9 +31,10 @@ def parameters_of(state: TrainingState) -> tuple[list[Parameter], dict[str, str]
     for info in state.parameters:
         place = places.get(info.param)
         whole = Whole(place.name, place.shape, place.begin) if place is not None else None
-        dtype = state.layout.specs[info.index].format.name
-        own_dtype = dtype if dtype != state.layout.main_storage else None
-        found.append(Parameter(info.name, tuple(info.shape), info.trainable, info.group, whole=whole, dtype=own_dtype))
+        format = state.layout.specs[info.index].format
+        own_dtype = format.name if format.name != state.layout.main_storage else None
+        own_moments = format.moments if info.trainable and format.moments != state.moments else None
+        found.append(Parameter(info.name, tuple(info.shape), info.trainable, info.group, whole=whole, dtype=own_dtype, moments=own_moments))
         names[id(info.param)] = info.name
     everything = state.model.named_parameters(remove_duplicate=False)
     aliases = {name: names[id(param)] for name, param in everything if id(param) in names and param not in places}

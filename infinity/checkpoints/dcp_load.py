@@ -186,7 +186,6 @@ class _LoadDcp:
     def __init__(self, state: TrainingState, saved: _Saved, *, with_states: bool):
         self.state, self.saved = state, saved
         self.names = Names(state)
-        self.moments = moment_names(state.optimizer.rule) if with_states else {}
         self._shapes = [tuple(info.shape) for info in state.parameters]
         self._wrong: list[str] = []
         self._known: set[str] = set()
@@ -223,8 +222,8 @@ class _LoadDcp:
         """Fill the elements of one piece in a shard. The segments of the shard are zero before."""
         part = self.names.parts[piece.param]
         where, values = slice(piece.start, piece.start + piece.numel), torch.empty(piece.numel, dtype=torch.float32, device="cpu")
-        for kind in (None, *self.moments):
-            tensor = self._tensors.get((part.whole.names[0], kind))
+        tensors = {kind: self._tensors.get((part.whole.names[0], kind)) for kind in (None, *shard)}  # no segment has the name None
+        for kind, tensor in tensors.items():
             if tensor is None:
                 continue
             at = 0
@@ -278,18 +277,21 @@ class _LoadDcp:
             return
         steps: dict[str, str] = {}
         for whole in self.names.wholes:
-            prefix = next((p for name in whole.names if any((p := f"optim.state.{name}.") + n in entries for n in self._state_names)), None)
+            rule = self.state.rule_of(whole.parts[0].group) if whole.is_updated else self.state.optimizer.rule
+            moments = moment_names(rule)
+            states = (*moments.values(), "step")
+            prefix = next((p for name in whole.names if any((p := f"optim.state.{name}.") + n in entries for n in states)), None)
             if prefix is None:
                 continue
             if not whole.is_updated:
                 self._wrong.append(f"{whole.names[0]} is trained in the checkpoint and frozen in the model")
-                self._known.update(prefix + name for name in self._state_names)
+                self._known.update(prefix + name for name in states)
                 continue
-            needed = [*self.moments.values(), *(["step"] if isinstance(self.state.optimizer.rule, AdamRule) else [])]
+            needed = [*moments.values(), *(["step"] if isinstance(rule, AdamRule) else [])]
             if missing := [prefix + name for name in needed if prefix + name not in entries]:
                 self._wrong.append(f"missing: {listed(missing)}")
-            self._known.update(prefix + name for name in self._state_names)
-            for moment, name in self.moments.items():
+            self._known.update(prefix + name for name in states)
+            for moment, name in moments.items():
                 if prefix + name in entries and self._fits(prefix + name, whole.shape):
                     self._tensors[whole.names[0], moment] = _Tensor(self.saved, moment, prefix + name)
             if prefix + "step" not in entries:
@@ -302,10 +304,6 @@ class _LoadDcp:
             else:
                 self._steps[steps[name]] = int(step.item())
         self._match_groups()
-
-    @property
-    def _state_names(self) -> tuple[str, ...]:
-        return (*self.moments.values(), "step")
 
     def _match_groups(self) -> None:
         """Compare the parameter groups, and keep the hyper-parameters of the checkpoint for `run`."""
@@ -325,8 +323,9 @@ class _LoadDcp:
             if whole.is_updated and found != whole.parts[0].group:
                 where = f"parameter group {found}" if found is not None else "no parameter group"
                 self._wrong.append(f"{whole.names[0]} is in {where} in the checkpoint, in group {whole.parts[0].group} of the optimizer")
-        defaults = defaults_of_torch(optimizer.rule)
         for index, (group, found) in enumerate(zip(optimizer.param_groups, there)):
+            rule = optimizer.rule_of(group)
+            defaults = defaults_of_torch(rule)
             for name in _OTHER_ARITHMETIC:
                 if name in defaults and found.get(name, defaults[name]) != defaults[name]:
                     self._wrong.append(f"parameter group {index} has {name}={found[name]!r}, which {type(optimizer).__name__} lacks")
@@ -334,7 +333,7 @@ class _LoadDcp:
             found = {name: value for name, value in found.items() if name != "params" and name not in only_torch}
             found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             try:
-                wrong = optimizer.rule.check({name: found.get(name, group[name]) for name in optimizer.defaults if name in group})
+                wrong = rule.check({name: found.get(name, group[name]) for name in optimizer.defaults if name in group})
             except (TypeError, ValueError) as error:
                 wrong = [str(error)]
             self._wrong += [f"parameter group {index}: {text}" for text in wrong]

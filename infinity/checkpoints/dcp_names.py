@@ -94,6 +94,11 @@ class Names:
         return [name for name in dict.fromkeys(names) if name is not None]
 
 
+def moments_of(state: TrainingState, whole: WholeParameter) -> dict[str, str]:
+    """Map each moment of a parameter that an optimizer updates to its name in torch.optim."""
+    return moment_names(state.rule_of(whole.parts[0].group))
+
+
 def moment_names(rule: Rule) -> dict[str, str]:
     """Map each moment of a rule to its name in torch.optim. A rule that torch.optim lacks keeps its own names."""
     known = {}

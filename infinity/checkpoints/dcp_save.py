@@ -26,7 +26,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
-from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moment_names, plain
+from infinity.checkpoints.dcp_names import METADATA, Names, boxes, defaults_of_torch, moments_of, plain
 from infinity.checkpoints.files import failed
 from infinity.config import checked_path
 from infinity.engine.access.training_state import ChunkInfo, TrainingState, training_state_of
@@ -98,7 +98,7 @@ class _Planner(dcp.DefaultSavePlanner):
         super().__init__()
         self.state = state
         self.names = Names(state)
-        self.moments = moment_names(state.optimizer.rule) if with_states else None
+        self.with_states = with_states
         self._shapes = [tuple(info.shape) for info in state.parameters]
         self._sources: dict[MetadataIndex, _Source] = {}
         self._objects: dict[str, object] = {}
@@ -120,7 +120,7 @@ class _Planner(dcp.DefaultSavePlanner):
                 items += self._items_of(chunk, piece, paths)
         if self.is_coordinator:
             self._add_loose(items, paths)
-            if self.moments is not None:
+            if self.with_states:
                 self._add_optimizer(items, paths)
         return dcp.SavePlan(items, planner_data=paths)
 
@@ -144,7 +144,7 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def _open_record(self, chunk: ChunkInfo) -> None:
         self._close_record()
-        weight_only = self.moments is None and not chunk.record.format.has_master
+        weight_only = not self.with_states and not chunk.record.format.has_master
         self._shard = self._record.enter_context(self.state.shard(chunk.index, weight_only=weight_only))
         self._chunk = chunk
 
@@ -156,8 +156,8 @@ class _Planner(dcp.DefaultSavePlanner):
         part = self.names.parts[piece.param]
         whole = part.whole
         wanted: list[tuple[tuple, str | None]] = [(("model", name), None) for name in whole.names]
-        if self.moments is not None and whole.is_updated:
-            wanted += [(("optim", "state", whole.names[0], there), moment) for moment, there in self.moments.items()]
+        if self.with_states and whole.is_updated:
+            wanted += [(("optim", "state", whole.names[0], there), moment) for moment, there in moments_of(self.state, whole).items()]
         for path, kind in wanted:
             start, fqn = piece.start, _joined(path)
             paths[fqn] = path
@@ -175,12 +175,11 @@ class _Planner(dcp.DefaultSavePlanner):
     def _add_optimizer(self, items: list, paths: dict) -> None:
         optimizer = self.state.optimizer
         for whole in self.names.wholes:
-            if whole.is_updated and self.moments:
+            if whole.is_updated and moments_of(self.state, whole):
                 step = float(max(self.state.num_updates(info.index) for info in whole.parts))
                 self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(step, dtype=torch.float32, device="cpu"))
-        defaults = defaults_of_torch(optimizer.rule)
         for index, group in enumerate(optimizer.param_groups):
-            values = defaults | {name: plain(value) for name, value in group.items() if name != "params"}
+            values = defaults_of_torch(optimizer.rule_of(group)) | {name: plain(value) for name, value in group.items() if name != "params"}
             for name, value in (values | {"params": self.names.of_group(group["params"])}).items():
                 self._add(items, paths, ("optim", "param_groups", index, name), value)
 

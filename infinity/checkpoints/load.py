@@ -231,6 +231,9 @@ class _Load:
             there = manifest.parameters[sources[0][1]]
             if there.trainable != here.trainable:
                 self._wrong.append(f"{here.name} is {'trained' if there.trainable else 'frozen'} in the checkpoint and not in the model")
+            elif here.trainable and (mine := state.moments if here.moments is None else here.moments) != manifest.moments_of(there):
+                names = [", ".join(moments) or "none" for moments in (mine, manifest.moments_of(there))]
+                self._wrong.append(f"{here.name} has moments {names[0]} in the optimizer and {names[1]} in the checkpoint")
             elif there.group != here.group:
                 self._wrong.append(f"{here.name} is in parameter group {there.group} in the checkpoint, in {here.group} in the optimizer")
 
@@ -303,8 +306,7 @@ class _Load:
         here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
         there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
-        formats = (state.moments, state.config.optimizer_state_dtype) == (manifest.moments, manifest.moments_dtype)
-        return self.with_states and here == there and same and formats
+        return self.with_states and here == there and same  # and the moments are the same: see _match_optimizer
 
     def _read_as_it_lies(self) -> None:
         """Read each record into its place, a few records at a time."""

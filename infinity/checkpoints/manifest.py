@@ -7,13 +7,13 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 # folder are on the disk. A file that the manifest does not name is not part of the checkpoint. The manifest is a JSON object in ASCII, of
 # at most 128 MiB, with these keys in this order:
 #
-#   format, version   "infinity checkpoint"; 1, or 2 if any parameter has a dtype of its own
+#   format, version   "infinity checkpoint"; 1, or 2 if any parameter has a dtype of its own, or 3 if any has moments of its own
 #   folder            name of the folder with the files below
 #   step              of the optimizer: the largest `step` of all parameters
 #   world, dtype      number of ranks; dtype of the parameters, such as "bf16"
 #   moments_dtype, moments, seed      such as "fp32"; names of the moments; seed of stochastic rounding
 #   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (number of updates);
-#                     dtype, if not the `dtype` above; for a tile of a layer, whole: name and shape of the layer's parameter, begin of the tile
+#                     dtype, moments, if not those above; for a tile of a layer, whole: name and shape of the layer's parameter, begin of the tile
 #   aliases           {other name of a tied parameter, or of a tiled layer's parameter: its name above}
 #   chunks            in order: numel, trainable, pieces [[parameter, start in the chunk, start in the parameter, numel], ...] and
 #                     records: for each rank [file, offset, CRC32C of each segment ...]
@@ -50,7 +50,7 @@ from infinity.plan.packing import Chunk
 from infinity.plan.record import Record, record_layout
 
 FORMAT = "infinity checkpoint"
-VERSIONS = ONE_DTYPE, MIXED_DTYPES = 1, 2
+VERSIONS = ONE_DTYPE, MIXED_DTYPES, MIXED_MOMENTS = 1, 2, 3
 NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
@@ -81,7 +81,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """group: index of the parameter group. step: number of updates. dtype: on the device; None for the dtype of the manifest."""
+    """group: index of the parameter group. step: number of updates. dtype, moments: None for those of the manifest."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,6 +90,7 @@ class Parameter:
     step: int = 0
     whole: Whole | None = None
     dtype: str | None = None
+    moments: tuple[str, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -184,7 +185,9 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Version of the format. Version 2 adds parameters of different dtypes, nothing more."""
+        """Version of the format: the lowest that can say this. Version 2 adds parameters of different dtypes, version 3 of different moments."""
+        if any(parameter.moments is not None for parameter in self.parameters):
+            return MIXED_MOMENTS
         return MIXED_DTYPES if any(parameter.dtype for parameter in self.parameters) else ONE_DTYPE
 
     @property
@@ -204,9 +207,13 @@ class Manifest:
         """The name of a parameter's storage. For most storages this is the dtype on the device."""
         return parameter.dtype or self.dtype
 
+    def moments_of(self, parameter: Parameter) -> tuple[str, ...]:
+        """The names of a trainable parameter's moments."""
+        return self.moments if parameter.moments is None else parameter.moments
+
     def format_of(self, parameter: Parameter) -> Format:
         """The format of a parameter's record."""
-        return Format(self.dtype_of(parameter), parameter.trainable, self.moments, self.moments_dtype)
+        return Format(self.dtype_of(parameter), parameter.trainable, self.moments_of(parameter), self.moments_dtype)
 
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`."""
@@ -234,4 +241,4 @@ class Manifest:
 
 def _parameter_to_json(parameter: Parameter) -> dict:
     found = dataclasses.asdict(parameter)
-    return {name: value for name, value in found.items() if value is not None or name not in ("whole", "dtype")}
+    return {name: value for name, value in found.items() if value is not None or name not in ("whole", "dtype", "moments")}

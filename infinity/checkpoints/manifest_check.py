@@ -35,6 +35,7 @@ from infinity.checkpoints.manifest import (
     FOLDER_NAME,
     FORMAT,
     LARGEST_WORLD,
+    MIXED_MOMENTS,
     MOMENTS_DTYPES,
     ONE_DTYPE,
     TENSOR_DTYPES,
@@ -90,7 +91,8 @@ class _Checked:
         self._entries = Budget(_ENTRIES_NBYTES, lists, remedy)
         self._values = Budget(_VALUES_NBYTES, "the values beside the weights", "pass long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # equal numbers share one object, to save memory
-        self._formats: dict[tuple[str, bool], Format] = {}
+        self._names_of_moments: dict[tuple[str, ...], tuple[str, ...]] = {}  # so do equal names
+        self._formats: dict[tuple[str, bool, tuple[str, ...]], Format] = {}
 
     def manifest(self) -> Manifest:
         """Read the keys in the order of the note. All keys must be present; further keys after them are ignored."""
@@ -99,7 +101,7 @@ class _Checked:
         self.world = as_number(self._value("world"), "world", 1, LARGEST_WORLD)
         self.dtype = as_choice(self._value("dtype"), "dtype", STORAGES)
         self.moments_dtype = as_choice(self._value("moments_dtype"), "moments_dtype", MOMENTS_DTYPES)
-        self.moments = self._moments()
+        self.moments = _moments(self._value("moments"), "moments")
         seed = as_number(self._value("seed"), "seed", 0, (1 << 64) - 1)
         self.parameters = self._parameters()
         aliases = self._aliases()
@@ -157,19 +159,13 @@ class _Checked:
         version = self.version = self._value("version")
         if type(version) is not int or version not in VERSIONS:
             remedy = "read it with the release of infinity that wrote it"
-            raise CheckpointError(f"format version {short(version)}, expected {' or '.join(map(str, VERSIONS))}: {remedy}")
+            raise CheckpointError(f"format version {short(version)}, expected {', '.join(map(str, VERSIONS))}: {remedy}")
 
     def _folder(self) -> str:
         folder = as_text(self._value("folder"), "folder")
         if not FOLDER_NAME.fullmatch(folder):
             raise CheckpointError(f"folder {short(folder)}: expected a name such as data-0123456789ab")
         return folder
-
-    def _moments(self) -> tuple[str, ...]:
-        moments = tuple(as_text(name, "moments") for name in as_list(self._value("moments"), "moments", 64))
-        if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
-            raise CheckpointError(f"moments {short(moments)}: expected different names")
-        return moments
 
     def _parameters(self) -> tuple[Parameter, ...]:
         self._goto("parameters")
@@ -189,8 +185,8 @@ class _Checked:
                 self._entries.take(_PARAMETER_NBYTES + len(whole.name) + 80 * len(shape))
             group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
             trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
-            dtype = self._own_dtype(entry, name, trainable)
-            found.append(Parameter(name, shape, trainable, group, step, whole, dtype))
+            dtype, moments = self._own_dtype(entry, name, trainable), self._own_moments(entry, name)
+            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments))
         return tuple(found)
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
@@ -202,12 +198,22 @@ class _Checked:
             raise CheckpointError(f"trainable parameter {short(name)} is of {dtype or self.dtype}, expected {', '.join(trainable_names())}")
         return None if dtype in (None, self.dtype) else sys.intern(dtype)
 
+    def _own_moments(self, entry: dict, name: str) -> tuple[str, ...] | None:
+        """The moments of a parameter, or None for the manifest's moments. Equal tuples are one object."""
+        if "moments" not in entry:
+            return None
+        if self.version < MIXED_MOMENTS:
+            raise CheckpointError(f"parameter {short(name)} has moments of its own, which format version {self.version} does not allow")
+        moments = _moments(entry["moments"], f"moments of {short(name)}")
+        return None if moments == self.moments else self._names_of_moments.setdefault(moments, moments)
+
     def _format(self, param: int) -> Format:
         """The format of a parameter. Equal formats are one object."""
         parameter = self.parameters[param]
-        key = parameter.dtype or self.dtype, parameter.trainable
+        moments = self.moments if parameter.moments is None else parameter.moments
+        key = parameter.dtype or self.dtype, parameter.trainable, moments
         if key not in self._formats:
-            self._formats[key] = Format(*key, self.moments, self.moments_dtype)
+            self._formats[key] = Format(*key, self.moments_dtype)
         return self._formats[key]
 
     def _aliases(self) -> dict[str, str]:
@@ -372,6 +378,13 @@ class _Checked:
             found.append(StoredTensor(dtype, shape, offset, nbytes, crc))
             end = offset + nbytes
         return tuple(found)
+
+
+def _moments(value, what: str) -> tuple[str, ...]:
+    moments = tuple(as_text(name, what) for name in as_list(value, what, 64))
+    if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
+        raise CheckpointError(f"{what}: {short(moments)}: expected different names")
+    return moments
 
 
 def _shape(value, what: str) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from infinity.engine.description import tell_start
 from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_wrappers, watch_replicas
-from infinity.engine.sizing import Training, is_deferred, records_may_visit
+from infinity.engine.sizing import Training, records_may_visit
 from infinity.engine.stats import EngineStats, stats_of
 from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
 from infinity.engine.steps.step_cycle import StepCycle
@@ -222,8 +222,8 @@ class Engine(NotAModule, NotCopied):
         self.optimizer = optimizer
         try:
             scales_loss = self.dtypes.needs_loss_scale
-            planned = (is_deferred(optimizer, self.config, scales_loss=scales_loss), optimizer.accumulation_steps > 1, optimizer.rule.moments)
-            if self.has_started and planned != (self.updater.deferred, self.accumulating, self.moments):
+            training = Training.of(optimizer, self.config, scales_loss=scales_loss)
+            if self.has_started and not training.has_the_records_of(self.training, (param for _, param in self._named)):
                 raise UsageError(planned_otherwise(before.made_at if before else None))
             if optimizer.loss_scale is not None and not scales_loss:
                 raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need a loss scale; leave it out")
@@ -317,7 +317,7 @@ class Engine(NotAModule, NotCopied):
         for module in find_compiled(model):
             note_region(module)
         training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
-        self.accumulating, self.moments = training.accumulating, training.moments
+        self.training = training
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap

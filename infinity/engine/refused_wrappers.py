@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.errors import ConfigError, UsageError
 from infinity.model.parameters import owner_of
-from infinity.optim.optimizers import Elementwise
+from infinity.optim.optimizers import Optimizer
 
 
 def refuse_optimizers(named: Collection[tuple[str, nn.Parameter]]) -> None:
@@ -33,13 +33,13 @@ def refuse_optimizers(named: Collection[tuple[str, nn.Parameter]]) -> None:
         )
 
 
-_OURS = {kind.__name__ for kind in Elementwise.__subclasses__()}
+_OURS = {kind.__name__ for kind in Optimizer.__subclasses__()}
 
 
 def _optimizer_over(names: dict[int, str]) -> tuple[str, str] | None:
     """The class of such an optimizer and a parameter's name. Only the garbage collector knows all optimizers."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.optim.Optimizer) and not isinstance(thing, Elementwise):
+        if issubclass(type(thing), torch.optim.Optimizer) and not isinstance(thing, Optimizer):
             for group in vars(thing).get("param_groups", ()):
                 for param in group["params"]:
                     if id(param) in names:

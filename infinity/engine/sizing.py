@@ -8,7 +8,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.assignment import ParameterDtypes
-from infinity.formats.format import ADAM_MOMENTS, Format
+from infinity.formats.format import Format
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
+from infinity.optim.rules import AdamRule, Rule, unit_shape
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import Way
@@ -44,23 +46,37 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Properties of a training that determine records and gradients. moments, can_advance: of the optimizer's rule. deferred: updates wait
-    for step(). accumulating: gradients of several backward passes add up."""
+    """Properties of a training that determine records and gradients. rules: the rule of each parameter, by its id; `rule` is that of all
+    others. deferred: updates wait for step(). accumulating: gradients of several backward passes add up."""
 
-    moments: tuple[str, ...]
     deferred: bool
     accumulating: bool
-    can_advance: bool = False
+    rule: Rule = AdamRule(decoupled=True)
+    rules: Mapping[int, Rule] = dataclasses.field(default_factory=dict)
+
+    def rule_of(self, param: nn.Parameter) -> Rule:
+        return self.rules.get(id(param), self.rule)
+
+    def has_the_records_of(self, other: Training, params: Iterable[nn.Parameter]) -> bool:
+        """Whether records, gradients and the time of updates are those of another training. params: of the model."""
+        if (self.deferred, self.accumulating) != (other.deferred, other.accumulating):
+            return False
+        pairs = ((self.rule_of(param), other.rule_of(param)) for param in params if param.requires_grad)
+        return all((here.moments, here.unit) == (there.moments, there.unit) for here, there in pairs)
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether each elementwise rule has moments that can be late."""
+        return all(rule.can_advance for rule in {self.rule, *self.rules.values()} if rule.unit == "element")
 
     @classmethod
     def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
         """The properties for an optimizer; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
-        return cls(
-            moments=optimizer.rule.moments if optimizer is not None else ADAM_MOMENTS,
-            deferred=is_deferred(optimizer, config, scales_loss=scales_loss),
-            accumulating=optimizer is not None and optimizer.accumulation_steps > 1,
-            can_advance=optimizer is None or optimizer.rule.can_advance,
-        )
+        deferred = is_deferred(optimizer, config, scales_loss=scales_loss)
+        if optimizer is None:
+            return cls(deferred=deferred, accumulating=False)
+        rules = {id(param): optimizer.rule_of(group) for group in optimizer.param_groups for param in group["params"]}
+        return cls(deferred=deferred, accumulating=optimizer.accumulation_steps > 1, rule=optimizer.rule, rules=rules)
 
 
 def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
@@ -143,12 +159,16 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
     """Name, size and format of each parameter."""
 
     @functools.cache  # a model may have 100,000 parameters of few formats
-    def format_of(dtype: str, trainable: bool) -> Format:
-        options = {"moments": training.moments, "moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
-        return Format(dtype, trainable, **options)
+    def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
+        options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
+        return Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
 
-    pairs = zip(named, ParameterDtypes.of(named, config.dtype).names)
-    return [ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad)) for (name, param), dtype in pairs]
+    pairs, found = zip(named, ParameterDtypes.of(named, config.dtype).names), []
+    for (name, param), dtype in pairs:
+        rule = training.rule_of(param)
+        unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1
+        found.append(ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad, rule), unit_numel))
+    return found
 
 
 class _Cuts:

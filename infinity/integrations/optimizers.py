@@ -14,9 +14,9 @@ _OF_KERNELS = {"foreach", "fused", "capturable", "differentiable"}  # options th
 _OFF = {"amsgrad", "maximize", "decoupled_weight_decay"}  # options that are off, or follow from the class
 
 
-def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[infinity.Elementwise], dict]:
+def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[infinity.Optimizer], dict]:
     """Return infinity's class and arguments for a class and options of torch. Raises ConfigError if there is no counterpart."""
-    if issubclass(kind, infinity.Elementwise):
+    if issubclass(kind, infinity.Optimizer):
         return kind, dict(options)
     if kind is torch.optim.Adam and options.get("decoupled_weight_decay"):
         kind = torch.optim.AdamW
@@ -24,18 +24,18 @@ def counterpart(kind: type[torch.optim.Optimizer], options: dict) -> tuple[type[
         known = ", ".join(known.__name__ for known in _KINDS)
         raise infinity.ConfigError(
             f"{kind.__module__}.{kind.__name__}({', '.join(options)}) has no counterpart in infinity. Choose one of {known} "
-            f"(optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Elementwise with your own rule"
+            f"(optim='adamw_torch' or 'sgd' of TrainingArguments), or make an infinity.Optimizer with your own rule"
         )
     return _KINDS[kind], {name: value for name, value in options.items() if name not in _OF_KERNELS | _OFF}
 
 
-def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Elementwise:
+def convert(optimizer: torch.optim.Optimizer, **options) -> infinity.Optimizer:
     """Turn an unused optimizer of torch over an engine's parameters into its counterpart. The object stays the same for its schedulers.
 
-    options: arguments of `infinity.Elementwise`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has
+    options: arguments of `infinity.Optimizer`. An optimizer of infinity is returned unchanged. Raises ConfigError if the optimizer has
     states, or no counterpart.
     """
-    if isinstance(optimizer, infinity.Elementwise):
+    if isinstance(optimizer, infinity.Optimizer):
         return optimizer
     kind, defaults = counterpart(type(optimizer), optimizer.defaults)
     for group in optimizer.param_groups:

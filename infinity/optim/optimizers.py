@@ -1,7 +1,7 @@
 """AdamW, Adam, SGD and Lion as torch.optim.Optimizers whose states live in the engine's tiers.
 
 Knows parameter groups and hyper-parameters. Must not know how the engine works. The updates are in rules.py; a user's own rule goes into
-`Elementwise`.
+`Optimizer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.errors import ConfigError, UsageError
 from infinity.formats.format import STORAGES
 from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
-from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule, check_elementwise, failures_named
+from infinity.optim.rules import UNITS, AdamRule, LionRule, Rule, SGDRule, check_rule, failures_named
 
 # [Note: a state_dict that refers]
 # Moments are too large for a dict in memory. The dict therefore names a checkpoint: the one that infinity.save made of this state, or that
@@ -37,8 +37,8 @@ _OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # arguments 
 _RESERVED = tuple(dict.fromkeys(segment.name for storage in STORAGES.values() for segment in (*storage.weight, *storage.master)))
 
 
-class Elementwise(torch.optim.Optimizer):
-    """An optimizer over parameters of one engine. rule: the elementwise update.
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer over parameters of one engine. rule: the update, one for all parameters.
 
     defaults: the rule's hyper-parameters; a parameter group may override them. max_grad_norm: clips the global gradient norm (math.inf
     measures the norm only, as for torch.nn.utils.clip_grad_norm_). `grad_norm` then holds the norm of the last step, skipped or not,
@@ -69,11 +69,7 @@ class Elementwise(torch.optim.Optimizer):
             raise ConfigError(f"max_grad_norm={max_grad_norm!r}: expected a number above zero, or None")
         if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
             raise ConfigError(f"accumulation_steps={accumulation_steps!r}: expected an integer of 1 or more")
-        names = rule.moments
-        if not isinstance(names, tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
-            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected a tuple of names")
-        if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
-            raise ConfigError(f"{type(rule).__name__}.moments={names!r}: expected different names, none of {', '.join(_RESERVED)}")
+        _check_members(rule)
         if loss_scale is not None and not isinstance(loss_scale, LossScale):
             raise ConfigError(f"loss_scale={loss_scale!r}: expected infinity.LossScale(initial=...)")
         self.rule = rule
@@ -86,8 +82,8 @@ class Elementwise(torch.optim.Optimizer):
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         self.state = States()
         try:
-            for group in self.snapshot():
-                check_elementwise(rule, group)
+            for group, hyper in zip(self.param_groups, self.snapshot()):
+                check_rule(self.rule_of(group), hyper)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
@@ -98,6 +94,10 @@ class Elementwise(torch.optim.Optimizer):
         (self._engine,) = engines.values()
         self.made_at, self._replaced_by = _caller(), None
         self._engine.attach(self)
+
+    def rule_of(self, group: dict) -> Rule:
+        """The rule of a parameter group: `rule`, unless a subclass has several rules."""
+        return self.rule
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
@@ -179,9 +179,10 @@ class Elementwise(torch.optim.Optimizer):
                 found[name] = _plain(group[name])
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"optimizer hyper-parameters must be numbers: {name}={group[name]!r}: {error}") from None
+        rule = self.rule_of(group)
         try:
-            with failures_named(self.rule, found, "check"):
-                wrong = self.rule.check(found)
+            with failures_named(rule, found, "check"):
+                wrong = rule.check(found)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if wrong:
@@ -254,8 +255,8 @@ def follow_references_by(load: Callable) -> None:
     _follow = load
 
 
-class AdamW(Elementwise):
-    """Adam with decoupled weight decay, with the results of plain PyTorch's AdamW. options: see `Elementwise`.
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, with the results of plain PyTorch's AdamW. options: see `Optimizer`.
 
     Source: Loshchilov & Hutter 2019, Algorithm 2.
     """
@@ -277,7 +278,7 @@ class AdamW(Elementwise):
         super().__init__(params, AdamRule(decoupled=True), defaults, **options)
 
 
-class Adam(Elementwise):
+class Adam(Optimizer):
     """Adam with weight decay as an L2 term of the gradient, like plain PyTorch's Adam. Arguments as of `AdamW`. Source: Kingma & Ba 2015."""
 
     def __init__(
@@ -297,8 +298,8 @@ class Adam(Elementwise):
         super().__init__(params, AdamRule(decoupled=False), defaults, **options)
 
 
-class SGD(Elementwise):
-    """Stochastic gradient descent, with the results of plain PyTorch's SGD. options: see `Elementwise`.
+class SGD(Optimizer):
+    """Stochastic gradient descent, with the results of plain PyTorch's SGD. options: see `Optimizer`.
 
     Records have a momentum only if `momentum` is above zero here. Groups may then have momenta of their own.
     """
@@ -321,8 +322,8 @@ class SGD(Elementwise):
         super().__init__(params, SGDRule(with_momentum=momentum != 0), defaults, **options)
 
 
-class Lion(Elementwise):
-    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: see `Elementwise`."""
+class Lion(Optimizer):
+    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Program 1. options: see `Optimizer`."""
 
     def __init__(
         self,
@@ -339,7 +340,18 @@ class Lion(Elementwise):
         super().__init__(params, LionRule(), {"lr": lr, "betas": betas, "weight_decay": weight_decay}, **options)
 
 
-def _refuse_unknown(kind: type[Elementwise], options: dict[str, Any]) -> None:
+def _check_members(rule: Rule) -> None:
+    """Raise ConfigError for a rule whose `moments` or `unit` has a wrong value."""
+    what, names = type(rule).__name__, rule.moments
+    if not isinstance(names, tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ConfigError(f"{what}.moments={names!r}: expected a tuple of names")
+    if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
+        raise ConfigError(f"{what}.moments={names!r}: expected different names, none of {', '.join(_RESERVED)}")
+    if rule.unit not in UNITS:
+        raise ConfigError(f"{what}.unit={rule.unit!r}: expected one of {', '.join(UNITS)}")
+
+
+def _refuse_unknown(kind: type[Optimizer], options: dict[str, Any]) -> None:
     parameters = inspect.signature(kind.__init__).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return

@@ -1,19 +1,25 @@
-"""The update rules of elementwise optimizers: Adam, SGD with momentum, Lion, and the base class for new ones.
+"""The update rules of optimizers: the base class, and the elementwise rules Adam, SGD with momentum, and Lion.
 
-Knows flat tensors and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation is one rounding of fp32, so a
-shard has the same bits on every device and after every cut.
+Knows flat tensors, shapes of parameters and hyper-parameters. Must not know chunks, ranks, tiers or the engine. Every operation of an
+elementwise rule is one rounding of fp32, so a shard has the same bits on every device and after every cut.
 """
 
 # [Note: how a shard is updated]
 # A rule gets an fp32 master, an fp32 gradient and fp32 moments, whatever the record's dtypes. A split master is joined and split again. An
-# fp16 weight is rounded from its fp32 master. bf16 moments are widened and stored with stochastic rounding. All this runs in blocks that
-# fit the processor's cache. For Adam on the host, one kernel does everything in one pass.
+# fp16 weight is rounded from its fp32 master. bf16 moments are widened and stored with stochastic rounding. An elementwise rule runs in
+# blocks that fit the processor's cache. For Adam on the host, one kernel does everything in one pass.
+#
+# [Note: units of a rule]
+# An update of one element may depend on other elements: on the whole matrix in Muon, on the norm of the whole parameter in LAMB. Those
+# elements are the unit of the rule. No shard and no chunk cuts a unit (packing.py), so a rank has all that an update needs, and ranks
+# exchange nothing. A rule of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go
+# there and come back. So the result has the same bits wherever the record rests.
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,15 +30,28 @@ from infinity.optim.shard import Shard
 
 _BLOCK_NUMEL = 1 << 16  # a multiple of the block of every storage
 _FUSED = ("bf16", "fp32")  # storages that the kernel of Adam reads and writes itself
+_DIMENSIONS = {"element": "one dimension", "matrix": "two dimensions", "parameter": "the shape of the parameter"}
+
+
+UNITS = ("element", "matrix", "parameter")
+"""Values of `Rule.unit`."""
+
+
+def unit_shape(unit: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what an update gets at a time, of a parameter of this shape; () for single elements. A parameter of more than two
+    dimensions is a stack of matrices, which are its last two dimensions."""
+    return () if unit == "element" else tuple(shape[-2:] if unit == "matrix" else shape)
 
 
 class Rule:
-    """An elementwise update. To add an optimizer, write a subclass with the four members below.
+    """An update of weights and moments from gradients. To add an optimizer, write a subclass with the members below.
 
-    moments: names of the states of each element, one record segment each; all zero at the start.
+    moments: names of the states of each element, one record segment each; all zero at the start. unit: what `update` needs at once, one of
+    "element", "matrix" (the last two dimensions of a parameter) and "parameter". See [Note: units of a rule].
     """
 
     moments: tuple[str, ...] = ()
+    unit: str = "element"
 
     def check(self, group: dict) -> list[str]:
         """The errors in a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
@@ -43,8 +62,10 @@ class Rule:
         return group
 
     def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: Any) -> None:
-        """Change p and the moments in place. All fp32 [numel]; g may be overwritten. Use one torch operation per rounding (no addcmul_,
-        lerp_ or alpha=), and read no neighbouring element: numel is arbitrary.
+        """Change p and the moments in place. All are fp32; g may be overwritten.
+
+        If the unit is "element", all are 1-D of any length. Use one torch operation per rounding then (no addcmul_, lerp_ or alpha=), and read
+        no neighbouring element. Otherwise all have the shape of one matrix, or of the parameter.
         """
         raise NotImplementedError
 
@@ -75,23 +96,30 @@ class Rule:
         *,
         dither: Dither | None = None,
         threads: int = 0,
+        shape: tuple[int, ...] = (),
     ) -> None:
         """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
 
-        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16.
+        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16. shape: of
+        a unit, unless the unit is an element. The shard has whole units then.
         """
         numel = grad.numel()
-        block = _BLOCK_NUMEL if grad.device.type == "cpu" else max(numel, 1)
+        block = _BLOCK_NUMEL if grad.device.type == "cpu" and self.unit == "element" else max(numel, 1)
         for begin in range(0, numel, block):
             part = shard.part(begin, min(begin + block, numel))
-            self._apply_block(part, grad[begin : begin + block], scalars, grad_scale, dither, begin)
+            self._apply_block(part, grad[begin : begin + block], scalars, grad_scale, dither, begin, shape)
 
     @torch.no_grad()
-    def _apply_block(self, part, grad, scalars, grad_scale, dither, begin) -> None:
+    def _apply_block(self, part, grad, scalars, grad_scale, dither, begin, shape) -> None:
         p = part.masters(threads=1)
         g = grad.float() * grad_scale
         moments = {name: part[name].float() for name in self.moments}
-        self.update(p, g, moments, scalars)
+        if self.unit == "element":
+            self.update(p, g, moments, scalars)
+        else:
+            views = {name: moment.view(-1, *shape) for name, moment in moments.items()}
+            for index, (weight, gradient) in enumerate(zip(p.view(-1, *shape), g.view(-1, *shape))):  # once, but for a stack of matrices
+                self.update(weight, gradient, {name: view[index] for name, view in views.items()}, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
         part.codec.store(part, p)
@@ -115,7 +143,7 @@ class AdamRule(Rule):
         self.decoupled = decoupled
 
     def check(self, group):
-        return [*_wrong(group, "lr", "eps", "weight_decay"), *_wrong_betas(group["betas"])]
+        return [*wrong_numbers(group, "lr", "eps", "weight_decay"), *_wrong_betas(group["betas"])]
 
     def scalars(self, group, step):
         names = ("lr", "betas", "eps", "weight_decay")
@@ -166,7 +194,7 @@ class SGDRule(Rule):
         self.moments = ("momentum",) if with_momentum else ()
 
     def check(self, group):
-        found = _wrong(group, "lr", "momentum", "weight_decay")
+        found = wrong_numbers(group, "lr", "momentum", "weight_decay")
         if not math.isfinite(group["dampening"]):
             found.append(f"dampening={group['dampening']!r}: expected a finite number")
         if group["nesterov"] and (not group["momentum"] > 0 or group["dampening"]):
@@ -195,7 +223,7 @@ class LionRule(Rule):
     moments = ("momentum",)
 
     def check(self, group):
-        return [*_wrong(group, "lr", "weight_decay"), *_wrong_betas(group["betas"])]
+        return [*wrong_numbers(group, "lr", "weight_decay"), *_wrong_betas(group["betas"])]
 
     def update(self, p, g, moments, s):
         (beta1, beta2), m = s["betas"], moments["momentum"]
@@ -223,22 +251,25 @@ def failures_named(rule: Rule, group: dict, member: str) -> Iterator[None]:
     except Exception as error:
         given = ", ".join(f"{name}={value!r}" for name, value in group.items())
         raise ValueError(
-            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors with one dimension: {type(error).__name__}: {error}. "
+            f"{where} failed with hyper-parameters {given or 'none'}, of fp32 tensors with {_DIMENSIONS[rule.unit]}: "
+            f"{type(error).__name__}: {error}. "
             f"Correct these values, or the rule at the place in the traceback above."
         ) from error
 
 
-def check_elementwise(rule: Rule, group: dict) -> None:
-    """Raise ValueError if a rule is not elementwise, changes nothing, or fails. Three updates of a sample, whole and in parts, must give
-    equal bits.
+def check_rule(rule: Rule, group: dict) -> None:
+    """Raise ValueError if a rule changes nothing, or fails, in three updates of a sample. Updates of an elementwise rule, whole and in parts,
+    must give equal bits.
     """
+    is_elementwise = rule.unit == "element"
+    shape = () if is_elementwise else (16, 32)
     generator = torch.Generator().manual_seed(0)
     usual = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults
     powers = [torch.randint(-6, 7, (512,), generator=generator, device="cpu") for _ in range(3)]
     grads = [torch.randn(512, generator=generator, **usual) * 10**power for power in powers]
     start = torch.randn(512, generator=generator, **usual)
     found = []
-    for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)]):
+    for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)] if is_elementwise else [slice(0, 512)]):
         segments = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
         shard = Shard(Format("fp32", moments=rule.moments), segments)
         for step, grad in enumerate(grads, start=1):
@@ -247,19 +278,20 @@ def check_elementwise(rule: Rule, group: dict) -> None:
                 with failures_named(rule, group, "scalars"):
                     scalars = rule.scalars(group, step)
                 with failures_named(rule, group, "update"):
-                    rule.apply(of_part, grad[part].clone(), scalars, 1.0, threads=1)
+                    rule.apply(of_part, grad[part].clone(), scalars, 1.0, threads=1, **({} if is_elementwise else {"shape": shape}))
         found.append(shard)
     whole, cut = found
     if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
         raise ValueError(
-            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. Shards hold parts of "
-            f"parameters, so such an optimizer (LAMB, Muon, Shampoo, ...) cannot work."
+            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. Set unit = 'matrix' in the "
+            f"class if it depends on the whole matrix, as in Muon, or unit = 'parameter' if on the whole parameter, as in LAMB. No shard "
+            f"cuts a matrix or a parameter then."
         )
     if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
         raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment. Change them in place (p -= ...)")
 
 
-def _wrong(group: dict, *names: str) -> list[str]:
+def wrong_numbers(group: dict, *names: str) -> list[str]:
     return [f"{name}={group[name]!r}: expected 0 or more" for name in names if not 0 <= group[name] < math.inf]
 
 

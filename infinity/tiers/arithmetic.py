@@ -11,8 +11,8 @@ shard, or the time of the update.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import Format
 from infinity.optim.adam import BLOCK_NUMEL, Dither, NormAccumulator
-from infinity.optim.rules import AdamRule, Rule
+from infinity.optim.rules import AdamRule, Rule, unit_shape
 from infinity.optim.shard import Shard
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.parameter_state import ParameterState
@@ -28,9 +28,9 @@ from infinity.tiers.parameter_state import ParameterState
 
 @dataclass
 class Hyper:
-    """Hyper-parameters of one step: the rule, a copy of each parameter group, and the factor of all gradients."""
+    """Hyper-parameters of one step: the rule and a copy of each parameter group, and the factor of all gradients."""
 
-    rule: Rule
+    rules: list[Rule]
     groups: list[dict]
     grad_scale: float = 1.0
     _scalars: dict[tuple[int, int], object] = field(default_factory=dict)
@@ -38,8 +38,22 @@ class Hyper:
     def scalars(self, group: int, step: int) -> object:
         key = (group, step)
         if key not in self._scalars:
-            self._scalars[key] = self.rule.scalars(self.groups[group], step)
+            self._scalars[key] = self.rules[group].scalars(self.groups[group], step)
         return self._scalars[key]
+
+    def have_two_parts(self, params: Iterable[ParameterState]) -> bool:
+        """Whether the rules of all these parameters have `apply_weights` and `apply_moments`."""
+        return all(self.rules[group].has_two_parts for group in {param.group for param in params} - {None})
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The means of an update. device: of the training; rules of whole matrices or parameters compute there. threads: of the host kernel. stream:
+    of CUDA, for the rules on the device while the record is in host memory."""
+
+    device: torch.device
+    threads: int
+    stream: torch.cuda.Stream | None = None
 
 
 def update(
@@ -48,19 +62,43 @@ def update(
     state: Shard,
     gradient: torch.Tensor,
     hyper: Hyper,
+    processor: Processor,
     *,
-    threads: int,
     seed: int | None,
     keeps_moments: bool = False,
 ) -> Computed:
-    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. threads, seed: of `Updater`.
-    keeps_moments: change only weights. The caller then calls `Computed.update_moments`. The rule must have two parts."""
-    computed = Computed(runs(chunk, params, merge=seed is None), hyper, params, seed)
-    apply = hyper.rule.apply_weights if keeps_moments else hyper.rule.apply
-    for part, scalars, dither in computed.parts():
-        shard = state.part(part.start, part.stop)
-        apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=threads)
+    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. seed: of `Updater`. keeps_moments:
+    change only weights. The caller then calls `Computed.update_moments`. The rules must have two parts."""
+    is_elementwise = chunk.record.format.unit == "element"
+    computed = Computed(runs(chunk, params, merge=seed is None and is_elementwise), hyper, params, seed)
+    for run, part, dither in computed.parts():
+        rule, shard, scalars = hyper.rules[run.group], state.part(part.start, part.stop), hyper.scalars(run.group, run.step)
+        if is_elementwise:
+            apply = rule.apply_weights if keeps_moments else rule.apply
+            apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=processor.threads)
+            continue
+        shape = unit_shape(rule.unit, params[run.param].shape)
+        with torch.cuda.stream(None if gradient.is_cuda else processor.stream):
+            _apply_on_device(rule, shard, gradient[part], scalars, hyper.grad_scale, processor.device, dither=dither, shape=shape)
     return computed
+
+
+def _apply_on_device(
+    rule: Rule, shard: Shard, gradient: torch.Tensor, scalars: object, grad_scale: float, device: torch.device, *, dither: Dither | None, shape
+) -> None:
+    """Apply a rule of whole units on the device, wherever the shard is. The other arguments are those of `Rule.apply`. One unit at a time is
+    on the device beside its home, unless units begin within a block of the storage."""
+    numel = math.prod(shape)
+    if numel % shard.format.storage.block:
+        numel = gradient.numel()
+    for begin in range(0, gradient.numel(), numel):
+        part, grad = shard.part(begin, begin + numel), gradient[begin : begin + numel]
+        there = Shard(part.format, {name: segment.to(device, non_blocking=True) for name, segment in part.items()})
+        draws = None if dither is None else dither.after(begin)
+        rule.apply(there, grad.to(device, non_blocking=True), scalars, grad_scale, dither=draws, shape=shape)
+        for name, segment in part.items():
+            if there[name] is not segment:
+                segment.copy_(there[name])  # waits for the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +110,31 @@ class Computed:
     params: list[ParameterState]
     seed: int | None
 
-    def parts(self) -> Iterator[tuple[slice, object, Dither | None]]:
-        """Slices of the shard with equal hyper-parameters, each with the scalars of the rule and the random bits."""
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` can replay the update of each parameter."""
+        return all(self.hyper.rules[run.group].can_advance for run in self.runs)
+
+    def parts(self) -> Iterator[tuple[Run, slice, Dither | None]]:
+        """The runs, each with its slice of the shard and the random bits. A run of more than 2^32 elements has several slices."""
         for run in self.runs:
             for start, end, dither in _dithered(run, self.params, self.seed):
-                yield slice(start, end), self.hyper.scalars(run.group, run.step), dither
+                yield run, slice(start, end), dither
 
     def advance(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
         """Replay the update on moments in place. moments: by name, 1-D [shard_used]. gradient: of the update."""
-        self._on_moments(self.hyper.rule.advance, moments, gradient)
+        self._on_moments("advance", moments, gradient)
 
     def update_moments(self, moments: dict[str, torch.Tensor], gradient: torch.Tensor, *, threads: int) -> None:
         """Finish an update that has changed only weights. Arguments as of `advance`. threads: of `Updater`."""
-        self._on_moments(functools.partial(self.hyper.rule.apply_moments, threads=threads), moments, gradient)
+        self._on_moments("apply_moments", moments, gradient, threads=threads)
 
-    def _on_moments(self, change: Callable, moments: dict[str, torch.Tensor], gradient: torch.Tensor) -> None:
-        for part, scalars, dither in self.parts():
+    def _on_moments(self, change: str, moments: dict[str, torch.Tensor], gradient: torch.Tensor, **how: int) -> None:
+        """Call the method `change` of each run's rule."""
+        for run, part, dither in self.parts():
             shard = {name: segment[part] for name, segment in moments.items()}
-            change(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither)
+            scalars = self.hyper.scalars(run.group, run.step)
+            getattr(self.hyper.rules[run.group], change)(shard, gradient[part], scalars, self.hyper.grad_scale, dither=dither, **how)
 
 
 @dataclass(slots=True)
@@ -141,17 +186,19 @@ def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Itera
         start = end
 
 
-def rehearse(formats: Iterable[Format], rule: Rule, group: dict, device: torch.device) -> None:
-    """Sum the squares of a small gradient of each format on a device and, with the rule of Adam, update a small shard: the first use of a kernel
-    compiles the kernel. Other rules have no kernels. group: a parameter group of the rule.
+def rehearse(formats: Iterable[Format], rules: list[tuple[Rule, dict]], device: torch.device) -> None:
+    """Sum the squares of a small gradient of each format on a device and, with a rule of Adam, update a small shard: the first use of a kernel
+    compiles the kernel. Other rules have no kernels. rules: each with a parameter group.
     """
+    adam = next(((rule, group) for rule, group in rules if isinstance(rule, AdamRule)), None)
     for format in formats:
         segments = {
             segment.name: torch.zeros(segment.count(BLOCK_NUMEL), dtype=TORCH_DTYPES[segment.dtype], device=device) for segment in format.segments
         }
         gradient = torch.zeros(BLOCK_NUMEL, dtype=TORCH_DTYPES[format.gradient], device=device)
         NormAccumulator(device).add(gradient)
-        if isinstance(rule, AdamRule):
+        if adam is not None and format.moments == adam[0].moments:
+            rule, group = adam
             dither = Dither(0, 0, 0) if format.rounds_moments else None
             rule.apply(Shard(format, segments), gradient, rule.scalars(group, 1), 1.0, dither=dither)
 

@@ -49,7 +49,7 @@ class RedoLog:
         """
         may_be_late = self._left > 0
         self._left = self._left - 1 if may_be_late else self.num_late
-        if not (may_be_late and was_clean and computed.hyper.rule.can_advance):
+        if not (may_be_late and was_clean and computed.can_advance):
             return None
         late_gradient(record, states).copy_(gradient)
         return CatchUp(record, computed)

@@ -37,7 +37,7 @@ from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
 from infinity.plan.schedule import Moment, may_pass, may_take_two_jobs, moment
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
-from infinity.tiers.arithmetic import Computed, Hyper, rehearse, update
+from infinity.tiers.arithmetic import Computed, Hyper, Processor, rehearse, update
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.late_moments import CatchUp
@@ -72,7 +72,8 @@ class Updater:
         self.events = events
         self.deferred = deferred
         self.moments_follow = moments_follow
-        self.threads = threads
+        device = gradients.device
+        self.processor = Processor(device, threads, torch.cuda.Stream(device) if device.type == "cuda" else None)
         self.seed = seed
         self.lane = Lane("update", records.failure, "an update")
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
@@ -84,7 +85,7 @@ class Updater:
 
         def work() -> None:
             with contextlib.suppress(Exception):  # an update will raise the error again
-                rehearse(formats, optimizer.rule, optimizer.param_groups[0], device)
+                rehearse(formats, [(optimizer.rule_of(group), group) for group in optimizer.param_groups], device)
 
         if device.type == "cuda":
             self.lane.push(work, "the kernels")
@@ -142,7 +143,7 @@ class Updater:
             is_sent = chunk.gradient_on_device and not self._update_lane_copies
             at_home = all(home.is_host for home in chunk.homes.values())
             may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=chunk.record.format.gradient)
-            in_two = self.moments_follow and not early and may_take_two and hyper.rule.has_two_parts
+            in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(self.params[i] for i in chunk.whole_pieces)
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
 
     @functools.cached_property
@@ -249,7 +250,7 @@ class Updater:
         moments = segments(chunk.record, STATES, lease.entries[STATES].memory.tensor)
         with self.gradients.shard(chunk) as gradient:
             start = now()
-            computed.update_moments(moments, gradient, threads=self.threads)
+            computed.update_moments(moments, gradient, threads=self.processor.threads)
             self.events.moved("update", chunk.index, chunk.record.moments_nbytes, start, now())
         self._end_update(chunk, lease)
 
@@ -274,7 +275,7 @@ class Updater:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
         seed = self.seed if chunk.record.format.rounds_moments else None
-        computed = update(chunk, self.params, state, gradient, hyper, threads=self.threads, seed=seed, keeps_moments=keeps_moments)
+        computed = update(chunk, self.params, state, gradient, hyper, self.processor, seed=seed, keeps_moments=keeps_moments)
         marks = (first, self.events.device_mark()) if on_device else None
         nbytes = chunk.record.nbytes - (chunk.record.moments_nbytes if keeps_moments else 0)
         self.events.moved("update", chunk.index, nbytes, start, now(), marks)

@@ -186,7 +186,7 @@ def _add_train(commands):
     run.add_argument("--accumulate", type=whole, default=1, metavar="N", help="micro-batches in a step")
     run.add_argument("--by-layer", action="store_true", help="all micro-batches pass a block before the next is fetched (infinity.accumulate)")
     run.add_argument("--steps", type=whole, default=70, metavar="N", help="optimizer steps")
-    run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9) or lion")
+    run.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="adamw, adam, sgd (momentum 0.9), lion or muon")
     run.add_argument("--lr", type=positive, default=3e-4, metavar="X", help="learning rate")
     run.add_argument("--max-grad-norm", type=positive, metavar="X", help="clip the global norm of the gradients to X")
     run.add_argument("--seed", type=seed, metavar="N", help="seed of the weights and of the data's order (default: 0)")

@@ -224,7 +224,7 @@ class Adagrad(infinity.Rule):
 
 
 def own_rule(params, lr, **options):
-    return infinity.Elementwise(params, Adagrad(), {"lr": lr}, **options)
+    return infinity.Optimizer(params, Adagrad(), {"lr": lr}, **options)
 
 
 def two_groups(model):

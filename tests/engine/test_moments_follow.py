@@ -285,7 +285,7 @@ class OwnRule(infinity.Rule):
 
 
 def test_a_rule_of_the_program_takes_one_job(advanced, tmp_path):
-    own = lambda params, lr, **options: infinity.Elementwise(params, OwnRule(), {"lr": lr}, **options)
+    own = lambda params, lr, **options: infinity.Optimizer(params, OwnRule(), {"lr": lr}, **options)
     with training(tiny_gpt, tmp_path, optimizer=own, options=OPTIONS, **IN_HOST) as (model, engine, optimizer):
         engine.updater.moments_follow = True
         train(model, optimizer, steps=2)

@@ -27,7 +27,7 @@ def example(name):
     return module
 
 
-RMSPROP, SCALED = example("rmsprop"), example("block_scaled_format")
+RMSPROP, LAMB, SCALED = example("rmsprop"), example("lamb"), example("block_scaled_format")
 DTYPE = "int16_block128"
 
 
@@ -86,6 +86,65 @@ def test_a_coded_format_has_the_same_bits_in_every_tier(update, tmp_path):
     for place, (losses, states) in found.items():
         assert losses == found["host"][0], place
         assert_same_states(states, found["host"][1], place)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Algorithm 2 of You et al. 2020, in float64."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p] or self.state[p].update(step=0, m=torch.zeros_like(p).double(), v=torch.zeros_like(p).double()) or self.state[p]
+                state["step"] += 1
+                grad = p.grad.double()
+                state["m"] += 0.1 * (grad - state["m"])
+                state["v"] += 0.001 * (grad**2 - state["v"])
+                of_adam = state["m"] / (1 - 0.9 ** state["step"]) / ((state["v"] / (1 - 0.999 ** state["step"])).sqrt() + 1e-6)
+                direction = of_adam + 0.01 * p.double()
+                norms = p.double().norm(), direction.norm()
+                p -= (group["lr"] * (norms[0] / norms[1] if all(norms) else 1.0) * direction).float()
+
+
+def test_lamb_trains_as_its_paper_says(tmp_path):
+    torch.manual_seed(0)
+    plain = gpt()
+    reference = Lamb(plain.parameters(), lr=1e-2)
+    expected = [step(plain, reference, number) for number in range(10)]
+    found = []
+    for places in (NVME, {"param_tier": "host", "optimizer_state_tier": "host"}, {"chunk_mib": 1 / 4}):
+        with training(gpt, tmp_path, optimizer=LAMB.LAMB, **places) as (model, engine, ours):
+            assert [step(model, ours, number) for number in range(10)] == pytest.approx(expected, rel=1e-4)
+            found.append(states_of(engine, model))
+    for states in found[1:]:
+        assert_same_states(states, found[0])
+
+
+def test_a_rule_of_matrices_trains_a_coded_format(tmp_path):
+    """The last layer's matrices begin within blocks of the storage."""
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 50))
+        model.stack = nn.Parameter(torch.randn(3, 50, 7) / 10)
+        model.forward = lambda x: model[1](model[0](x)) @ model.stack
+        return model
+
+    losses = {}
+    for dtype in ("bf16", DTYPE):
+        with training(make, tmp_path / dtype, optimizer=infinity.Muon, dtype=dtype, options={"lr": 0.01}, **NVME) as (model, engine, ours):
+            losses[dtype] = []
+            for _ in range(6):
+                loss = (model(torch.ones(4, 64, dtype=torch.bfloat16)) - 1).square().mean()
+                loss.backward()
+                ours.step()
+                ours.zero_grad()
+                losses[dtype].append(loss.item())
+    assert losses[DTYPE][-1] < losses[DTYPE][0]
+    assert losses[DTYPE] == pytest.approx(losses["bf16"], rel=0.05)
 
 
 def test_a_coded_format_trains_like_bf16(tmp_path):

@@ -102,7 +102,7 @@ def test_a_users_rule_is_a_small_class(tmp_path):
             moments["sum"] += g * g
             p -= g / (moments["sum"].sqrt() + 1e-10) * scalars["lr"]
 
-    make = lambda params, lr, **options: infinity.Elementwise(params, Adagrad(), {"lr": lr}, **options)
+    make = lambda params, lr, **options: infinity.Optimizer(params, Adagrad(), {"lr": lr}, **options)
     torch.manual_seed(0)
     plain_model = tiny_gpt()
     plain_optimizer = torch.optim.Adagrad(plain_model.parameters(), lr=1e-2)
@@ -131,14 +131,14 @@ def test_an_update_that_is_not_elementwise_is_refused(tmp_path):
     for rule, defaults in ((Normalised, {}), (Capped, {}), (Voting, {}), (Sometimes, {"normalise": 0.0})):
         model = tiny_gpt()
         first, *rest = model.parameters()
-        with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(ValueError, match="is not elementwise: .*LAMB, Muon"):
-            infinity.Elementwise([{"params": rest}, {"params": [first]} | ({"normalise": 1.0} if defaults else {})], rule(), {"lr": 1e-2} | defaults)
+        with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu")), pytest.raises(ValueError, match="is not elementwise: .* as in Muon, .* as in LAMB"):
+            infinity.Optimizer([{"params": rest}, {"params": [first]} | ({"normalise": 1.0} if defaults else {})], rule(), {"lr": 1e-2} | defaults)
 
 
 def refused(rule, message, directory, **defaults):
     model = tiny_gpt()
     with infinity.offload(model, infinity.Config(swap_dirs=directory, device="cpu")), pytest.raises(infinity.ConfigError, match=message):
-        infinity.Elementwise(model.parameters(), rule, {"lr": 1e-2} | defaults)
+        infinity.Optimizer(model.parameters(), rule, {"lr": 1e-2} | defaults)
 
 
 def test_an_update_that_changes_nothing_in_place_is_refused(tmp_path):
@@ -166,7 +166,7 @@ def test_an_unknown_name_in_a_rule_is_reported_and_the_remedy_works(tmp_path):
     refused(Decaying(), rf"Decaying.scalars asks for 'decay', {known} \({{'decay': ...}}\)", tmp_path)
     refused(Decaying(), r"Decaying.update asks for 'speed', .* or name a moment in Decaying.moments", tmp_path, decay=0.1)
     Decaying.moments = ("speed",)
-    make = lambda params, lr, **options: infinity.Elementwise(params, Decaying(), {"lr": lr, "decay": 0.1}, **options)
+    make = lambda params, lr, **options: infinity.Optimizer(params, Decaying(), {"lr": lr, "decay": 0.1}, **options)
     with training(tiny_gpt, tmp_path, optimizer=make, **NVME) as (model, engine, optimizer):
         assert gpt_step(model, optimizer, 1) < gpt_step(model, optimizer, 0)  # the losses fall
         del optimizer.param_groups[0]["decay"]

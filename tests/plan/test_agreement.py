@@ -10,7 +10,8 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.sizing import Training, arrange
 from infinity.errors import BudgetError
-from infinity.formats.format import ADAM_MOMENTS, Format
+from infinity.formats.format import Format
+from infinity.optim.rules import AdamRule
 from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import ParameterSpec, layout
 from infinity.plan.partition import BLOCK_NUMEL
@@ -74,7 +75,7 @@ def test_ranks_have_the_same_room_on_the_device(block):
 def test_ranks_expect_the_same_visitors_if_one_needs_less_host_memory():
     """The last of four ranks holds no elements of chunks of 3,000 elements. By its own shards other records would visit the device."""
     model = nn.Sequential(*(nn.Linear(3000, 1, bias=False, device="meta") for _ in range(24)))
-    config, how = Config(device="cpu", dtype="bf16", chunk_mib=1 / 128), Training(moments=ADAM_MOMENTS, deferred=True, accumulating=True)
+    config, how = Config(device="cpu", dtype="bf16", chunk_mib=1 / 128), Training(rule=AdamRule(decoupled=False), deferred=True, accumulating=True)
     for host_nbytes in (80_000, 120_000, 480_000):
         budgets = Budgets(device_nbytes=300_000, host_nbytes=host_nbytes)
         found = [arrange(model, list(model.named_parameters()), config, budgets, how, (rank, 4)) for rank in range(4)]

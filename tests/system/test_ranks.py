@@ -180,12 +180,12 @@ def states_of(engine, model):
     }
 
 
-def made(folder, **changes):
-    """(model, optimizer) of the GPT."""
+def made(folder, *, kind="AdamW", **changes):
+    """(model, optimizer) of the GPT. kind: name of the optimizer's class."""
     torch.manual_seed(0)
     with infinity.init(settings(folder, **changes)):
         model = gpt()
-    return model, infinity.AdamW(model.parameters(), lr=1e-2)
+    return model, getattr(infinity, kind)(model.parameters(), lr=1e-2)
 
 
 def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
@@ -567,6 +567,15 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one_rank(worlds, tmp_path
     expected = twins(tmp_path, **changes)
     for number, places in enumerate((ON_NVME, {"param_tier": "host", "optimizer_state_tier": "host", "chunk_mib": 1 / 16})):
         for found in worlds(2).run(twins, tmp_path, **changes, **places):
+            assert found == expected, number
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_that_orthogonalize_matrices_have_the_bits_of_one_rank(worlds, tmp_path, size, one_thread):
+    """Each matrix is in one shard, so that the rank of this shard can orthogonalize the whole matrix."""
+    expected = twins(tmp_path, kind="Muon", dtype="bf16")
+    for number, places in enumerate((ON_NVME, {"param_tier": "host", "optimizer_state_tier": "host", "chunk_mib": 1 / 16})):
+        for found in worlds(size).run(twins, tmp_path, kind="Muon", dtype="bf16", **places):
             assert found == expected, number
 
 

@@ -16,6 +16,7 @@ from infinity.engine.access import save_window
 from infinity.engine.access.snapshot_reader import SnapshotReader
 from infinity.engine.engines import engine_of
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.optim.rules import Rule
 from infinity.optim.shard import Shard
 from infinity.plan.packing import Layout, Piece
 from infinity.plan.record import STATES, WEIGHTS, Record
@@ -87,7 +88,12 @@ class TrainingState:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        return self._engine.moments
+        """Names of the moments of most parameters: of the optimizer's own rule. A parameter group may have another rule."""
+        return self._engine.training.rule.moments
+
+    def rule_of(self, group: int) -> Rule:
+        """The update rule of a parameter group of the optimizer."""
+        return self.optimizer.rule_of(self.optimizer.param_groups[group])
 
     @property
     def parameters(self) -> list[ParameterInfo]:
@@ -154,7 +160,7 @@ class TrainingState:
     @property
     def num_copying_threads(self) -> int:
         """Threads that may copy records beside the training."""
-        return self._engine.updater.threads // 2
+        return self._engine.updater.processor.threads // 2
 
     def flush(self) -> None:
         """Finish every update that step() has announced, and its writes."""

@@ -73,7 +73,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
         raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) first")
     if not micro_batches:
         raise ConfigError("infinity.accumulate: there are no micro-batches")
-    if len(micro_batches) > 1 and not engine.accumulating:
+    if len(micro_batches) > 1 and not engine.training.accumulating:
         raise UsageError(
             "infinity.accumulate adds gradients in fp32, but the engine has no room for fp32 sums. Give the optimizer accumulation_steps=2 or "
             "more. The number of micro-batches may differ from it"

@@ -244,7 +244,7 @@ class StepCycle:
     def hyper(self, factor: float = 1.0) -> Hyper:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        return Hyper(self.optimizer.rule, self.optimizer.snapshot(), factor / scale)
+        return Hyper([self.optimizer.rule_of(group) for group in self.optimizer.param_groups], self.optimizer.snapshot(), factor / scale)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""

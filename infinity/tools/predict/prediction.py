@@ -25,7 +25,6 @@ from infinity.engine.sizing import (
     records_may_visit,
 )
 from infinity.errors import BudgetError, ConfigError
-from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan import compression
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import Budgets
@@ -207,7 +206,7 @@ def arrangement(
             host_nbytes=host_budget,
             nvme_nbytes=(machine.total("capacity") // share or None) if machine.drives else 0,
         ),
-        Training(moments=ADAM_MOMENTS, deferred=_is_deferred(config), accumulating=False, can_advance=True),
+        Training(deferred=_is_deferred(config), accumulating=False),
         (0, machine.world),
         compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )

@@ -38,6 +38,7 @@ OPTIMIZERS = {
     "adam": infinity.Adam,
     "sgd": functools.partial(infinity.SGD, momentum=0.9),
     "lion": infinity.Lion,
+    "muon": functools.partial(infinity.Muon, adjust_lr_fn="match_rms_adamw"),  # one learning rate for matrices and all others
 }
 LINK_COUNTERS = ("nbytes", "busy_seconds", "stall_seconds")
 WARM_UP_STEPS = 2  # the first step records the trace, the second is the first that follows a plan
