@@ -79,7 +79,7 @@ setup(
             flags=["-O2"],
             libraries=["dl"],  # libaio is opened when it is used
         ),
-        extension("infinity.optim._adam", ["infinity/optim/_adam.c"], flags=["-O3", "-ffp-contract=off"]),
+        extension("infinity.optim._adam", ["infinity/optim/_adam.c"], depends=["infinity/optim/_eight_bit.h"], flags=["-O3", "-ffp-contract=off"]),
         extension("infinity.model._mt19937", ["infinity/model/_mt19937.c"], flags=["-O3"]),
         extension("infinity.tiers._huffman", ["infinity/tiers/_huffman.c"], flags=["-O3"]),
     ],

@@ -102,9 +102,9 @@ class Config:
     """The compute dtype of the model: bf16 (weight and residual together are a full fp32 master), fp16 (with a separate fp32 master and a
     dynamic loss scale) or fp32."""
 
-    optimizer_state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The dtype of stored optimizer moments: fp32, or bf16 with stochastic rounding. bf16 moments need dtype bf16. A parameter's record then
-    takes 8 bytes instead of 12."""
+    optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """The dtype of stored optimizer moments: fp32, or bf16 or 8bit with stochastic rounding, which need dtype bf16. With AdamW, a parameter's
+    record takes 12, 8 or 6.02 bytes. 8bit: small floats with one scale for 128 values."""
 
     compression: Literal["auto", "on", "off"] = "auto"
     """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do
@@ -247,8 +247,8 @@ class Config:
 
     def _contradictions(self) -> list[str]:
         found = []
-        if self.optimizer_state_dtype == "bf16" and self.dtype != "bf16":
-            problem = f"optimizer_state_dtype='bf16' with dtype={self.dtype!r}: bf16 moments go with dtype='bf16' only"
+        if (narrow := self.optimizer_state_dtype) != "fp32" and self.dtype != "bf16":
+            problem = f"optimizer_state_dtype={narrow!r} with dtype={self.dtype!r}: {narrow} moments go with dtype='bf16' only"
             found.append(self._told("optimizer_state_dtype", problem))
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
             found.append(

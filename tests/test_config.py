@@ -111,7 +111,7 @@ def test_an_unknown_field_is_an_error_with_the_nearest_name(unknown, expected):
         ("activation_tier", "gpu", "expected 'auto', 'device', 'host' or 'nvme'"),
         ("dtype", "fp17", "dtype='fp17': expected 'bf16', 'fp16' or 'fp32'; did you mean 'fp16'?"),
         ("dtype", "BF16", "did you mean 'bf16'?"),
-        ("optimizer_state_dtype", "fp8", "expected 'fp32' or 'bf16'"),
+        ("optimizer_state_dtype", "fp8", "expected 'fp32', 'bf16' or '8bit'"),
         ("residency", "all", "expected 'auto' or 'none'"),
         ("residency", None, "expected 'auto' or 'none'"),
         ("update", "eager", "expected 'auto', 'deferred' or 'backward'"),

@@ -232,10 +232,11 @@ class _LoadDcp:
                 begin = tuple(a + b for a, b in zip(part.begin, offsets))
                 tensor.read(begin, sizes, values[at : at + numel].view(sizes))
                 at += numel
+            there = shard.part(where.start, where.stop)
             if kind is None:
-                shard.part(where.start, where.stop).put(values)
+                there.put(values)
             else:
-                shard[kind][where].copy_(values)
+                there.store_moment(kind, values)
 
     # Checks before any change.
 

@@ -138,9 +138,10 @@ class _Planner(dcp.DefaultSavePlanner):
         if self._written is not None:
             self._written.untyped_storage().resize_(0)  # see [Note: one record at a time]
         self._written = torch.empty(source.sizes, dtype=torch.float32, device="cpu")
-        part = self._shard.part(source.start, source.start + self._written.numel())
-        value = part[source.kind] if source.kind is not None else part.masters()
-        return self._written.copy_(value.view(source.sizes))
+        begin = source.start - source.start % self._shard.format.block
+        part = self._shard.part(begin, source.start + self._written.numel())
+        value = part.moment(source.kind) if source.kind is not None else part.masters()
+        return self._written.copy_(value[source.start - begin :].view(source.sizes))
 
     def _open_record(self, chunk: ChunkInfo) -> None:
         self._close_record()

@@ -27,7 +27,8 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 # starts at a multiple of 4096 bytes and holds no elements behind the chunk's last piece. Zeros fill the bytes up to the next multiple of
 # 4096, and readers check these zeros. Segments of a trainable record, in order:
 #   weight, in the dtype of the parameters;   residual (int16) for bf16, or master (fp32) for fp16;
-#   the moments, in moments_dtype for bf16 and in fp32 for other dtypes.
+#   the moments, in moments_dtype for bf16 and in fp32 for other dtypes. An 8-bit moment is two segments, uint8 each: codes, and one scale
+#   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says.
 # A frozen record has only the weight. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 """
 
@@ -55,7 +56,6 @@ NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
 TENSORS_NAME = "tensors"
-MOMENTS_DTYPES = ("fp32", "bf16")
 LARGEST_NBYTES = 128 << 20  # of a manifest
 LARGEST_WORLD = 1 << 14
 ALIGNMENT = 4096  # of records and segments, in bytes

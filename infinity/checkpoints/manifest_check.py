@@ -36,7 +36,6 @@ from infinity.checkpoints.manifest import (
     FORMAT,
     LARGEST_WORLD,
     MIXED_MOMENTS,
-    MOMENTS_DTYPES,
     ONE_DTYPE,
     TENSOR_DTYPES,
     VERSIONS,
@@ -48,7 +47,7 @@ from infinity.checkpoints.manifest import (
     Whole,
 )
 from infinity.errors import CheckpointError
-from infinity.formats.format import STORAGES, Format, trainable_names
+from infinity.formats.format import MOMENTS_DTYPES, STORAGES, Format, trainable_names
 from infinity.plan.packing import Chunk, Piece
 from infinity.plan.partition import BLOCK_NUMEL, Partition
 from infinity.system.garbage_collector import without_collections

@@ -22,6 +22,7 @@ from torch import nn
 from infinity.engine.engines import engine_of
 from infinity.engine.sizing import records_may_visit
 from infinity.errors import UsageError
+from infinity.formats.format import Format
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
@@ -190,7 +191,7 @@ def description_of(engine) -> Description:
         num_ranks=engine.ranks.world,
         dtype=layout.main_dtype,
         dtypes=layout.dtypes,
-        stored={segment.name: segment.dtype for segment in of_one.segments},
+        stored=_stored(of_one.format),
         tiers=_tiers(engine),
         activations=(choice_of(config.activation_tier) or DEVICE).name,
         step_nbytes=Renamed(moved, OLD_LINKS),
@@ -198,6 +199,12 @@ def description_of(engine) -> Description:
         bottleneck=max(links, key=moved.get, default=None),
         tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
     )
+
+
+def _stored(format: Format) -> dict[str, str]:
+    """The dtype of each state of a parameter, by name."""
+    weights = {segment.name: segment.dtype for segment in format.segments if segment not in format.moment_segments}
+    return weights | dict.fromkeys(format.moments, format.moments_dtype)
 
 
 def _main_record(records: list[Record]) -> Record:

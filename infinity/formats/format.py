@@ -15,18 +15,30 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp32       fp32          weight fp32                 -
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #
-# Moments follow behind. A frozen parameter has only the segments of the weight. A bf16 weight and its residual are one fp32 master:
-# `fp32 bits = (weight bits << 16) + residual`.
+# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A frozen parameter has only the segments of the weight. A bf16
+# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`.
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 
-DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1}
 """Bytes of an element, by dtype."""
 
 ADAM_MOMENTS = ("momentum", "variance")
+
+EIGHT_BIT = "8bit"
+MOMENTS_DTYPES = ("fp32", "bf16", EIGHT_BIT)
+"""Values of `Format.moments_dtype`."""
+
+SCALE_BLOCK = 128
+"""Values of an 8-bit moment that share a scale."""
+
+
+def scale_name(moment: str) -> str:
+    """The name of the segment with the scales of an 8-bit moment."""
+    return f"{moment}_scale"
 
 
 @dataclass(frozen=True)
@@ -68,11 +80,6 @@ class Storage:
         """Whether the device needs other bytes than the record has."""
         return self.weight != (Segment("weight", self.compute),)
 
-    @property
-    def block(self) -> int:
-        """Elements that are stored together; parameters begin at a multiple of this number."""
-        return max(segment.block for segment in (*self.weight, *self.master))
-
 
 def _plain(dtype: str, *master: Segment, trains: bool = True) -> Storage:
     return Storage(dtype, (Segment("weight", dtype),), master, trains)
@@ -97,8 +104,8 @@ def trainable_names() -> tuple[str, ...]:
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" with stochastic rounding; only
-    parameters in the storage "bf16" have bf16 moments. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
+    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
+    only parameters in the storage "bf16" have. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
     cuts, see [Note: units of a rule] in optim/rules.py; of a frozen parameter an element.
     """
 
@@ -134,8 +141,25 @@ class Format:
     @functools.cached_property
     def state_segments(self) -> tuple[Segment, ...]:
         """The segments that only an update needs: the rest of the master, and the moments."""
-        moments = tuple(Segment(name, self.moments_dtype) for name in self.moments)
-        return (*self.storage.master, *moments) if self.trainable else ()
+        return (*self.storage.master, *self.moment_segments) if self.trainable else ()
+
+    @functools.cached_property
+    def moment_segments(self) -> tuple[Segment, ...]:
+        """The segments of the optimizer's states."""
+        if not self.has_coded_moments:
+            return tuple(Segment(name, self.moments_dtype) for name in self.moments)
+        pairs = ((Segment(name, "uint8"), Segment(scale_name(name), "uint8", SCALE_BLOCK)) for name in self.moments)
+        return tuple(segment for pair in pairs for segment in pair)
+
+    @property
+    def has_coded_moments(self) -> bool:
+        """Whether moments have 8 bits and scales."""
+        return self.moments_dtype == EIGHT_BIT
+
+    @functools.cached_property
+    def block(self) -> int:
+        """Elements that are stored together; parameters begin at a multiple of this number."""
+        return max(segment.block for segment in self.segments)
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -170,7 +194,7 @@ class Format:
     @property
     def rounds_moments(self) -> bool:
         """Whether moments are stored with stochastic rounding."""
-        return self.moments_dtype == "bf16"
+        return self.moments_dtype != "fp32"
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -180,7 +204,8 @@ class Format:
     @property
     def may_be_late(self) -> bool:
         """Whether a gradient can wait beside late moments: [Note: late moments] in tiers/late_moments.py. Such gradients are bf16."""
-        return self.trainable and self.gradient == "bf16" and not self.is_coded and self.unit == "element"
+        is_plain = not (self.is_coded or self.has_coded_moments) and self.unit == "element"
+        return self.trainable and self.gradient == "bf16" and is_plain
 
     def __str__(self) -> str:
         return self.name if self.trainable else f"frozen {self.name}"

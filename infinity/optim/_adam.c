@@ -7,8 +7,10 @@
  *
  *   isas() -> tuple[str, ...]
  *       The members of ("scalar", "avx2", "avx512") that this CPU has, widest last.
- *   adam(weight, residual, momentum, variance, grad, numel, grad_is_fp32, scalars, decoupled, dither, threads, isa, stores)
- *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither), and the gradient.
+ *   adam(weight, residual, momentum, variance, momentum_scale, variance_scale, grad, numel, grad_is_fp32, scalars, decoupled, dither,
+ *        threads, isa, stores)
+ *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither, 6 and 6 with scales), and
+ *       the gradient. The scales are 0, or uint8[numel / 128] of 8-bit moments: [Note: 8-bit moments] in eight_bit.py.
  *       stores: 1 (weights), 2 (moments) or 3 (both). With 2, weight and residual are 0. With 1 or 2, the update is decoupled.
  *       After a call with 1 and a call with 2, all bits are those of one call with 3.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
@@ -144,6 +146,8 @@ INLINE void scalar_join(const uint16_t *weight, const int16_t *residual, float *
     *v = float_of(((uint32_t)*weight << 16) + (uint32_t)(int32_t)*residual);
 }
 
+#include "_eight_bit.h"
+
 /* The random bits of one element: [Note: bf16 moments]. */
 INLINE uint32_t scalar_mix(uint32_t x, uint32_t key0, uint32_t key1)
 {
@@ -172,7 +176,8 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
 typedef struct {
     void *weight;
     int16_t *residual;          /* NULL: weight is fp32 */
-    void *momentum, *variance;  /* fp32, or bf16 if dithered */
+    void *momentum, *variance;  /* fp32; bf16 if dithered; 8-bit codes if they have scales */
+    uint8_t *momentum_scale, *variance_scale;   /* NULL, or one for each block of codes */
     const void *grad;
     int grad_is_fp32, decoupled, dithered;
     int stores;                 /* WEIGHTS, MOMENTS or both */
@@ -597,10 +602,45 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
         }                                                                                                              \
     }
 
+/* Defines <isa>_adam_coded: 8-bit moments become fp32 in a buffer that stays in the cache, are updated there, and become 8 bits again.
+ * begin is a block border. */
+#define BUFFER 512
+
+#define CODED(isa, TARGET)                                                                                             \
+    TARGET static void isa##_adam_coded(const void *update, size_t begin, size_t end)                                  \
+    {                                                                                                                  \
+        float m[BUFFER], v[BUFFER];                                                                                    \
+        int32_t low[BUFFER], high[BUFFER];  /* halves of the random bits */                                            \
+        const Update *u = update;                                                                                      \
+        for (; begin < end; begin += BUFFER) {                                                                         \
+            size_t num = begin + BUFFER < end ? BUFFER : end - begin, block = begin / CODED_BLOCK;                     \
+            uint8_t *momentum = (uint8_t *)u->momentum + begin, *variance = (uint8_t *)u->variance + begin;            \
+            decode_moment(momentum, u->momentum_scale + block, m, num, MOMENTUM_TOP, 1);                               \
+            decode_moment(variance, u->variance_scale + block, v, num, VARIANCE_TOP, 0);                               \
+            Update part = *u;                                                                                          \
+            part.weight = (uint16_t *)u->weight + begin;                                                               \
+            part.residual = u->residual + begin;                                                                       \
+            part.grad = (const char *)u->grad + begin * (u->grad_is_fp32 ? 4 : 2);                                     \
+            part.momentum = m, part.variance = v, part.dithered = 0;                                                   \
+            isa##_adam(&part, 0, num);                                                                                 \
+            for (uint32_t i = 0; i < BUFFER; i++) {                                                                    \
+                uint32_t random = scalar_mix(u->index + (uint32_t)begin + i, u->key0, u->key1);                        \
+                low[i] = (int32_t)(random & 0xFFFF), high[i] = (int32_t)(random >> 16);                                \
+            }                                                                                                          \
+            encode_moment(m, low, momentum, u->momentum_scale + block, num, MOMENTUM_TOP, 1);                          \
+            encode_moment(v, high, variance, u->variance_scale + block, num, VARIANCE_TOP, 0);                         \
+        }                                                                                                              \
+    }
+
 ADAM(scalar, , float, 1, 1)
 #if defined(__x86_64__)
 ADAM(avx2, AVX2, __m256, 8, 2)
 ADAM(avx512, AVX512, __m512, 16, 2)
+#endif
+CODED(scalar, )
+#if defined(__x86_64__)
+CODED(avx2, AVX2)
+CODED(avx512, AVX512)
 #endif
 
 /* ---- the plain passes: the compiler vectorises them, and each order is fixed element by element ---- */
@@ -722,11 +762,11 @@ PASSES(avx512, AVX512)
 
 typedef void (*Pass)(const void *context, size_t begin, size_t end);
 
-static const struct Isa { const char *name; Pass adam, split, join, accumulate, sum_squares; } ISAS[] = {
-    {"scalar", scalar_adam, scalar_split_pass, scalar_join_pass, scalar_accumulate, scalar_sum_squares},
+static const struct Isa { const char *name; Pass adam, adam_coded, split, join, accumulate, sum_squares; } ISAS[] = {
+    {"scalar", scalar_adam, scalar_adam_coded, scalar_split_pass, scalar_join_pass, scalar_accumulate, scalar_sum_squares},
 #if defined(__x86_64__)
-    {"avx2", avx2_adam, avx2_split_pass, avx2_join_pass, avx2_accumulate, avx2_sum_squares},
-    {"avx512", avx512_adam, avx512_split_pass, avx512_join_pass, avx512_accumulate, avx512_sum_squares},
+    {"avx2", avx2_adam, avx2_adam_coded, avx2_split_pass, avx2_join_pass, avx2_accumulate, avx2_sum_squares},
+    {"avx512", avx512_adam, avx512_adam_coded, avx512_split_pass, avx512_join_pass, avx512_accumulate, avx512_sum_squares},
 #endif
 };
 
@@ -906,15 +946,15 @@ static PyObject *py_isas(PyObject *module, PyObject *unused)
 static PyObject *py_adam(PyObject *module, PyObject *args)
 {
     (void)module;
-    Address weight, residual, momentum, variance, grad;
+    Address weight, residual, momentum, variance, momentum_scale, variance_scale, grad;
     Py_ssize_t numel;
     int grad_is_fp32, decoupled, threads, stores;
     double s[9];
     const char *name;
     PyObject *dither;
     unsigned key0 = 0, key1 = 0, index = 0;
-    if (!PyArg_ParseTuple(args, "KKKKKnp(ddddddddd)pOizi:adam", &weight, &residual, &momentum, &variance, &grad, &numel,
-                          &grad_is_fp32, &s[0], &s[1], &s[2], &s[3], &s[4], &s[5], &s[6], &s[7], &s[8], &decoupled,
+    if (!PyArg_ParseTuple(args, "KKKKKKKnp(ddddddddd)pOizi:adam", &weight, &residual, &momentum, &variance, &momentum_scale,
+                          &variance_scale, &grad, &numel, &grad_is_fp32, &s[0], &s[1], &s[2], &s[3], &s[4], &s[5], &s[6], &s[7], &s[8], &decoupled,
                           &dither, &threads, &name, &stores))
         return NULL;
     if (dither != Py_None && !PyArg_ParseTuple(dither, "III:dither", &key0, &key1, &index))
@@ -923,6 +963,8 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "stores is %d, expected 3, or 1 or 2 for a decoupled update", stores);
     if (dither != Py_None && !residual && (stores & WEIGHTS))
         return PyErr_Format(PyExc_ValueError, "dither goes with a split master only");
+    if (momentum_scale && (stores != 3 || dither == Py_None))
+        return PyErr_Format(PyExc_ValueError, "8-bit moments need dither, and stores=3");
     const struct Isa *isa = name ? NULL : widest();
     for (int i = 0; name && i < num_isas(); i++)
         if (strcmp(name, ISAS[i].name) == 0)
@@ -932,6 +974,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     unsigned saved = set_mode(IEEE);   /* the rounding of a scalar is part of the arithmetic */
     Update u = {
         .weight = AT(weight), .residual = AT(residual), .momentum = AT(momentum), .variance = AT(variance), .grad = AT(grad),
+        .momentum_scale = AT(momentum_scale), .variance_scale = AT(variance_scale),
         .grad_is_fp32 = grad_is_fp32, .stores = stores, .decoupled = decoupled, .dithered = dither != Py_None,
         .key0 = key0, .key1 = key1, .index = index,
         .grad_scale = (float)s[0], .decay_or_l2 = (float)s[1], .beta1 = (float)s[2], .one_minus_beta1 = (float)s[3],
@@ -941,7 +984,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
     if (isa->adam != scalar_adam)
         plan_flushes(&u);
     set_mode(saved);
-    return finish(isa->adam, &u, numel, threads);
+    return finish(momentum_scale ? isa->adam_coded : isa->adam, &u, numel, threads);
 }
 
 static PyObject *py_split(PyObject *module, PyObject *args)

@@ -12,20 +12,45 @@ import torch
 import triton
 import triton.language as tl
 
+from infinity.formats.format import SCALE_BLOCK
+
 _BLOCK_NUMEL = 1024  # also of the norm
 _BLOCKS_AT_ONCE = 4  # blocks of the norm, one warp each
+_ROWS = 8  # blocks of 8-bit moments
 _UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each multiple of 16 would cause many compilations
 
 
-def adam(weight, residual, momentum, variance, grad, scalars, decoupled: bool, dither) -> None:
+def adam(weight, residual, moments, grad, scalars, decoupled: bool, dither) -> None:
     """Update one shard. All tensors 1-D [numel], contiguous, on one CUDA device, in the dtypes of `adam.adam_step`.
 
-    scalars: 9 doubles, each rounded to fp32 once. dither: (key0, key1, index) for bf16 moments, or None.
+    moments: momentum and variance, and the scales of both if they have 8 bits. scalars: 9 doubles, each rounded to fp32 once. dither: (key0,
+    key1, index) for bf16 and 8-bit moments, or None.
     """
     numel = weight.numel()
     key0, key1, index = (_signed(value) for value in dither or (0, 0, 0))
     split = residual is not None
+    momentum, variance, *scales = moments
     with torch.cuda.device_of(weight):
+        if scales:
+            _adam_coded[(triton.cdiv(numel, _ROWS * SCALE_BLOCK),)](
+                _bits(weight),
+                residual,
+                momentum,
+                variance,
+                *scales,
+                _bits(grad),
+                numel,
+                *scalars,
+                key0,
+                key1,
+                index,
+                NARROW_GRAD=grad.dtype == torch.bfloat16,
+                DECOUPLED=decoupled,
+                ROWS=_ROWS,
+                BLOCK=SCALE_BLOCK,
+                enable_fp_fusion=False,
+            )
+            return
         _adam[(triton.cdiv(numel, _BLOCK_NUMEL),)](
             _bits(weight),
             _bits(residual) if split else _bits(weight),
@@ -67,6 +92,30 @@ def _one_nan(value):
     return tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
+@triton.jit
+def _updated(
+    p, g, m, v, grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size, DECOUPLED: tl.constexpr
+):
+    """fp32 values -> the int32 bits of weight, momentum and variance after the update, with one NaN for every NaN."""
+    g = g * grad_scale
+    if DECOUPLED:
+        p = p * decay_or_l2
+    else:
+        g = g + p * decay_or_l2
+    m = m * beta1 + g * one_minus_beta1
+    v = v * beta2 + (g * g) * one_minus_beta2
+    d = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
+    return _one_nan(p - tl.div_rn(m, d) * step_size), _one_nan(m), _one_nan(v)
+
+
+@triton.jit
+def _random(at, key0, key1, index):
+    """32 random bits for each element, as in [Note: bf16 moments] in _adam.c."""
+    x = (at.to(tl.uint32) + index.to(tl.uint32, bitcast=True) + key0.to(tl.uint32, bitcast=True)) * 0x85EBCA6B
+    x = (x ^ (x >> 15) ^ key1.to(tl.uint32, bitcast=True)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def _adam(
     weight_ptr,
@@ -104,21 +153,14 @@ def _adam(
         p = ((weight.to(tl.int32) << 16) + residual.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         p = weight
-    g = (_widen(grad) if NARROW_GRAD else grad) * grad_scale
-    if DECOUPLED:
-        p = p * decay_or_l2
-    else:
-        g = g + p * decay_or_l2
-    m = (_widen(momentum) if DITHER else momentum) * beta1 + g * one_minus_beta1
-    v = (_widen(variance) if DITHER else variance) * beta2 + (g * g) * one_minus_beta2
-    d = tl.sqrt_rn(v) * inv_sqrt_bias2 + eps
-    p = _one_nan(p - tl.div_rn(m, d) * step_size)
-    m = _one_nan(m)
-    v = _one_nan(v)
+    g = _widen(grad) if NARROW_GRAD else grad
+    m = _widen(momentum) if DITHER else momentum
+    v = _widen(variance) if DITHER else variance
+    p, m, v = _updated(
+        p, g, m, v, grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size, DECOUPLED
+    )
     if DITHER:
-        x = (at.to(tl.uint32) + index.to(tl.uint32, bitcast=True) + key0.to(tl.uint32, bitcast=True)) * 0x85EBCA6B
-        x = (x ^ (x >> 15) ^ key1.to(tl.uint32, bitcast=True)) * 0xC2B2AE35
-        x = x ^ (x >> 16)
+        x = _random(at, key0, key1, index)
         tl.store(momentum_ptr + at, ((m + (x & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16), mask=mask)
         tl.store(variance_ptr + at, ((v + (x >> 16).to(tl.int32)) >> 16).to(tl.int16), mask=mask)
     else:
@@ -130,6 +172,92 @@ def _adam(
         tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
     else:
         tl.store(weight_ptr + at, p.to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _decoded(code, scale, TOP: tl.constexpr, NAN: tl.constexpr):
+    """8-bit codes and the scales of their blocks -> fp32: [Note: 8-bit moments] in eight_bit.py."""
+    code = code.to(tl.int32)
+    magnitude = code & 0x7F if NAN == 0x7F else code
+    bits = tl.where(magnitude == 0, 0, (magnitude << 20) + ((scale.to(tl.int32) - TOP) << 23))
+    bits = tl.where(magnitude == NAN, 0x7FC00000, bits)
+    if NAN == 0x7F:
+        bits = bits | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _encoded(bits, draw, mask, TOP: tl.constexpr, NAN: tl.constexpr):
+    """int32 bits of fp32 values [rows, block], 16 random bits each -> int32 codes [rows, block] and scales [rows]. TOP, NAN: see _decoded."""
+    magnitude = bits & 0x7FFFFFFF
+    finite = magnitude < 0x7F800000
+    largest = tl.max(tl.where(finite & mask, magnitude, 0), axis=1)
+    exponent = tl.maximum(largest >> 23, TOP + 17)
+    least = ((exponent - TOP) << 23)[:, None]
+    rounded = (magnitude - least + (draw << 4)) >> 20
+    if NAN == 0x7F:
+        scale = ((270 - (exponent - TOP)) << 23)[:, None].to(tl.float32, bitcast=True)  # exact: a power of two
+        few = (draw.to(tl.float32) * 1.125 < magnitude.to(tl.float32, bitcast=True) * scale).to(tl.int32)
+    else:
+        few = (magnitude > 0).to(tl.int32)
+    code = tl.where(finite, tl.where(magnitude < least + (1 << 20), few, rounded), NAN)
+    if NAN == 0x7F:
+        code = code | ((bits >> 24) & 0x80)
+    return code, tl.where(largest == 0, 0, exponent)
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
+def _adam_coded(
+    weight_ptr,
+    residual_ptr,
+    momentum_ptr,
+    variance_ptr,
+    momentum_scale_ptr,
+    variance_scale_ptr,
+    grad_ptr,
+    numel,
+    grad_scale,
+    decay_or_l2,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    inv_sqrt_bias2,
+    eps,
+    step_size,
+    key0,
+    key1,
+    index,
+    NARROW_GRAD: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask, has_scale = at < numel, row * BLOCK < numel
+    weight = tl.load(weight_ptr + at, mask=mask, other=0)
+    residual = tl.load(residual_ptr + at, mask=mask, other=0)
+    grad = tl.load(grad_ptr + at, mask=mask, other=0)
+    p = ((weight.to(tl.int32) << 16) + residual.to(tl.int32)).to(tl.float32, bitcast=True)
+    g = _widen(grad) if NARROW_GRAD else grad
+    m_scale = tl.load(momentum_scale_ptr + row, mask=has_scale, other=0)[:, None]
+    v_scale = tl.load(variance_scale_ptr + row, mask=has_scale, other=0)[:, None]
+    m = _decoded(tl.load(momentum_ptr + at, mask=mask, other=0), m_scale, 14, 0x7F)
+    v = _decoded(tl.load(variance_ptr + at, mask=mask, other=0), v_scale, 30, 0xFF)
+    p, m, v = _updated(
+        p, g, m, v, grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, step_size, DECOUPLED
+    )
+    x = _random(at, key0, key1, index)
+    code, scale = _encoded(m, (x & 0xFFFF).to(tl.int32), mask, 14, 0x7F)
+    tl.store(momentum_ptr + at, code.to(tl.uint8), mask=mask)
+    tl.store(momentum_scale_ptr + row, scale.to(tl.uint8), mask=has_scale)
+    code, scale = _encoded(v, (x >> 16).to(tl.int32), mask, 30, 0xFF)
+    tl.store(variance_ptr + at, code.to(tl.uint8), mask=mask)
+    tl.store(variance_scale_ptr + row, scale.to(tl.uint8), mask=has_scale)
+    narrow = (p + 0x8000) >> 16
+    tl.store(weight_ptr + at, narrow.to(tl.int16), mask=mask)
+    tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
 
 
 def block_sums(grad) -> torch.Tensor:

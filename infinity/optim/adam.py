@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.optim import _adam
+from infinity.optim import _adam, eight_bit
 
 NUM_LIMBS = 72
 BLOCK_NUMEL = 1024
@@ -130,7 +130,8 @@ def adam_step(
     isa: str | None = None,
     keeps_moments: bool = False,
 ) -> None:
-    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32. moments: momentum and variance.
+    """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32. moments: momentum and variance; for 8-bit
+    moments, uint8 each, also their scales ([Note: 8-bit moments] in eight_bit.py, with `dither` and a split master).
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual None are the
     master itself. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in
@@ -147,11 +148,11 @@ def adam_step(
     if keeps_moments:
         _check_can_split(grad, scalars)
     elif isa == "triton" or (isa is None and weight.is_cuda and _device_kernels() is not None):
-        return _device_kernels().adam(weight, residual, *moments, grad, scalars.numbers, scalars.decoupled, _keys(dither))
+        return _device_kernels().adam(weight, residual, moments, grad, scalars.numbers, scalars.decoupled, _keys(dither))
     elif isa == "torch" or weight.device.type != "cpu":
-        return _adam_torch(weight, residual, *moments, grad, scalars, dither)
+        return _adam_torch(weight, residual, moments, grad, scalars, dither)
     stores = _WEIGHTS if keeps_moments else _WEIGHTS | _MOMENTS
-    _call_kernel((weight, residual, *moments, grad), scalars, dither, threads, isa, stores=stores)
+    _call_kernel((weight, residual), moments, grad, scalars, dither, threads, isa, stores)
 
 
 def adam_moments(
@@ -166,14 +167,21 @@ def adam_moments(
     """The rest of an update after `adam_step` with keeps_moments. Arguments and errors are the same."""
     _check_moments(moments, grad, dither)
     _check_can_split(grad, scalars)
-    _call_kernel((None, None, *moments, grad), scalars, dither, threads, isa, stores=_MOMENTS)
+    _call_kernel((None, None), moments, grad, scalars, dither, threads, isa, _MOMENTS)
 
 
 def _call_kernel(
-    tensors: Sequence[torch.Tensor | None], scalars: AdamScalars, dither: Dither | None, threads: int, isa: str | None, *, stores: int
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    moments: Sequence[torch.Tensor],
+    grad: torch.Tensor,
+    scalars: AdamScalars,
+    dither: Dither | None,
+    threads: int,
+    isa: str | None,
+    stores: int,
 ) -> None:
-    """Call the kernel in C. tensors: weight, residual, momentum, variance, grad. stores: the parts that change."""
-    grad = tensors[-1]
+    """Call the kernel in C. weights: weight and residual. stores: the parts that change."""
+    tensors = (*weights, *moments, *([None, None] if len(moments) == 2 else []), grad)
     _adam.adam(
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         grad.numel(),
@@ -192,8 +200,12 @@ def _keys(dither: Dither | None) -> tuple[int, int, int] | None:
 
 
 def _check_moments(moments: Sequence[torch.Tensor], grad: torch.Tensor, dither: Dither | None, like: torch.Tensor | None = None) -> None:
-    momentum, variance = moments
-    dtype = torch.float32 if dither is None else torch.bfloat16
+    momentum, variance, *scales = moments
+    dtype = torch.float32 if dither is None else torch.uint8 if scales else torch.bfloat16
+    for scale in scales:
+        _check(scale, "scale", torch.uint8)
+        if dither is None or scale.numel() != -(-momentum.numel() // eight_bit.BLOCK) or scale.device != momentum.device:
+            raise ValueError("8-bit moments need dither, and one scale beside them for each 128 elements")
     _check(momentum, "momentum", dtype, like=like)
     _check(variance, "variance", dtype, like=momentum)
     _check(grad, "grad", *_GRAD_DTYPES, like=momentum)
@@ -338,7 +350,7 @@ def _check(tensor: torch.Tensor, name: str, *dtypes: torch.dtype, like: torch.Te
 
 
 @torch.no_grad()
-def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dither: Dither | None) -> None:
+def _adam_torch(weight, residual, moments, grad, s: AdamScalars, dither: Dither | None) -> None:
     # One torch operation per rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar, because on CUDA that is a
     # multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in one case of six. A float64 root
     # within 1 ulp always rounds to the right fp32, because no root of an fp32 is so close to the middle of two fp32 values.
@@ -348,8 +360,12 @@ def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dith
         p = p * s.decay_or_l2
     else:
         g = g + p * s.decay_or_l2
-    m = momentum.float() * s.beta1 + g * s.one_minus_beta1
-    v = variance.float() * s.beta2 + (g * g) * s.one_minus_beta2
+    momentum, variance, *scales = moments
+    m, v = momentum, variance
+    if scales:
+        m, v = (eight_bit.decoded(codes, scale, signed=signed) for codes, scale, signed in zip((m, v), scales, (True, False)))
+    m = m.float() * s.beta1 + g * s.one_minus_beta1
+    v = v.float() * s.beta2 + (g * g) * s.one_minus_beta2
     d = v.double().sqrt().float() * s.inv_sqrt_bias2 + s.eps
     p = p - (m / d) * s.step_size
     m.masked_fill_(m.isnan(), math.nan)
@@ -357,6 +373,10 @@ def _adam_torch(weight, residual, momentum, variance, grad, s: AdamScalars, dith
     if dither is None:
         momentum.copy_(m)
         variance.copy_(v)
+    elif scales:
+        random = dither.bits(m.numel(), m.device)
+        eight_bit.encode(m, random & 0xFFFF, momentum, scales[0], signed=True)
+        eight_bit.encode(v, random >> 16, variance, scales[1], signed=False)
     else:
         random = dither.bits(m.numel(), m.device)
         store_dithered(momentum, m, random & 0xFFFF)

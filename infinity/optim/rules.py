@@ -6,7 +6,7 @@ elementwise rule is one rounding of fp32, so a shard has the same bits on every 
 
 # [Note: how a shard is updated]
 # A rule gets an fp32 master, an fp32 gradient and fp32 moments, whatever the record's dtypes. A split master is joined and split again. An
-# fp16 weight is rounded from its fp32 master. bf16 moments are widened and stored with stochastic rounding. An elementwise rule runs in
+# fp16 weight is rounded from its fp32 master. bf16 and 8-bit moments are widened and stored with stochastic rounding. An elementwise rule runs in
 # blocks that fit the processor's cache. For Adam on the host, one kernel does everything in one pass.
 #
 # [Note: units of a rule]
@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from infinity.formats.format import Format
-from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step, store_dithered
+from infinity.formats.format import ADAM_MOMENTS, Format, scale_name
+from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step
 from infinity.optim.shard import Shard
 
 _BLOCK_NUMEL = 1 << 16  # a multiple of the block of every storage
@@ -100,7 +100,7 @@ class Rule:
     ) -> None:
         """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
 
-        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments in bf16. shape: of
+        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments of less than 32 bits. shape: of
         a unit, unless the unit is an element. The shard has whole units then.
         """
         numel = grad.numel()
@@ -113,7 +113,7 @@ class Rule:
     def _apply_block(self, part, grad, scalars, grad_scale, dither, begin, shape) -> None:
         p = part.masters(threads=1)
         g = grad.float() * grad_scale
-        moments = {name: part[name].float() for name in self.moments}
+        moments = {name: part.moment(name) for name in self.moments}
         if self.unit == "element":
             self.update(p, g, moments, scalars)
         else:
@@ -126,12 +126,12 @@ class Rule:
         if dither is not None:
             draws = dither.after(begin)
         for index, (name, value) in enumerate(moments.items()):
-            if dither is not None:
-                if index % 2 == 0:
-                    random = draws.of_pair(index // 2).bits(p.numel(), p.device)
-                store_dithered(part[name], value, random >> 16 * (index % 2) & 0xFFFF)
-            elif part[name] is not value:
-                part[name].copy_(value)
+            if dither is None:
+                part.store_moment(name, value)
+                continue
+            if index % 2 == 0:
+                random = draws.of_pair(index // 2).bits(p.numel(), p.device)
+            part.store_moment(name, value, random >> 16 * (index % 2) & 0xFFFF)
 
 
 class AdamRule(Rule):
@@ -183,8 +183,10 @@ class AdamRule(Rule):
         return self.can_advance
 
 
-def _moments(shard: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return shard["momentum"], shard["variance"]
+def _moments(shard: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The segments of both moments, 8-bit moments with their scales behind."""
+    scales = (shard[name] for name in map(scale_name, ADAM_MOMENTS) if name in shard)
+    return *(shard[name] for name in ADAM_MOMENTS), *scales
 
 
 class SGDRule(Rule):

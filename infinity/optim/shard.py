@@ -21,8 +21,9 @@ from __future__ import annotations
 import torch
 
 from infinity.config import CHOICES
-from infinity.formats.format import STORAGES, Format, Storage
-from infinity.optim.adam import join_master, split_master
+from infinity.formats.format import STORAGES, Format, Storage, scale_name
+from infinity.optim import eight_bit
+from infinity.optim.adam import join_master, split_master, store_dithered
 
 
 class Shard(dict):
@@ -40,7 +41,7 @@ class Shard(dict):
 
     def part(self, begin: int, end: int) -> Shard:
         """The segments of elements [begin, end). begin is a multiple of the storage's block."""
-        if self.format.storage.block == 1:
+        if self.format.block == 1:
             return Shard(self.format, {name: segment[begin:end] for name, segment in self.items()})
         blocks = {segment.name: segment.block for segment in self.format.segments}
         return Shard(self.format, {name: segment[begin // blocks[name] : -(-end // blocks[name])] for name, segment in self.items()})
@@ -56,6 +57,23 @@ class Shard(dict):
         """[numel]: the weights as they are if they have this dtype, otherwise rounded from the masters."""
         weights = self.codec.weights(self)
         return weights if weights.dtype is dtype else self.masters().to(dtype)
+
+    def moment(self, name: str) -> torch.Tensor:
+        """fp32 [numel]: a moment. It may be the segment itself."""
+        if self.format.has_coded_moments:
+            return eight_bit.decoded(self[name], self[scale_name(name)], signed=eight_bit.is_signed(name))
+        return self[name].float()
+
+    def store_moment(self, name: str, values: torch.Tensor, random: torch.Tensor | None = None) -> None:
+        """fp32 [numel] becomes a moment. random: int64 [numel], 16 bits that round each value; None rounds to the nearest."""
+        segment = self[name]
+        if self.format.has_coded_moments:
+            half = torch.full_like(values, 1 << 15, dtype=torch.int64) if random is None else random
+            eight_bit.encode(values, half, segment, self[scale_name(name)], signed=eight_bit.is_signed(name))
+        elif random is not None:
+            store_dithered(segment, values, random)
+        elif segment is not values:
+            segment.copy_(values)
 
     def put(self, values: torch.Tensor) -> None:
         """Values in any dtype, on any device, become the weights and their masters."""

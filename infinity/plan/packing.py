@@ -301,7 +301,7 @@ def _packed(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int,
 def _runs(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int) -> Iterator[_Run]:
     """Divide parameters of one format into runs, each of which becomes a span."""
     format = specs[params[0]].format
-    alignment, run = max(ALIGNMENT_NBYTES // format.itemsize, format.storage.block), None
+    alignment, run = max(ALIGNMENT_NBYTES // format.itemsize, format.block), None
     for unit in _units(specs, params, chunk_numel, alignment):
         numels = [specs[param].numel for param in unit]
         if run is None or not run.has_room(numels):

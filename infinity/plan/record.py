@@ -52,8 +52,7 @@ class Record:
     @property
     def moments_nbytes(self) -> int:
         """The optimizer's states, without padding."""
-        segments = self.format.state_segments
-        return sum(segment.nbytes(self.numel) for segment in segments if segment.name in self.format.moments)
+        return sum(segment.nbytes(self.numel) for segment in self.format.moment_segments)
 
     @property
     def late_gradient(self) -> tuple[Segment, int, int]:

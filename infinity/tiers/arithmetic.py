@@ -89,7 +89,7 @@ def _apply_on_device(
     """Apply a rule of whole units on the device, wherever the shard is. The other arguments are those of `Rule.apply`. One unit at a time is
     on the device beside its home, unless units begin within a block of the storage."""
     numel = math.prod(shape)
-    if numel % shard.format.storage.block:
+    if numel % shard.format.block:
         numel = gradient.numel()
     for begin in range(0, gradient.numel(), numel):
         part, grad = shard.part(begin, begin + numel), gradient[begin : begin + numel]

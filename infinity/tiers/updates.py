@@ -142,7 +142,8 @@ class Updater:
         else:
             is_sent = chunk.gradient_on_device and not self._update_lane_copies
             at_home = all(home.is_host for home in chunk.homes.values())
-            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=chunk.record.format.gradient)
+            format = chunk.record.format
+            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, coded=format.has_coded_moments)
             in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(self.params[i] for i in chunk.whole_pieces)
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
 

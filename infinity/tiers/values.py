@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
-from infinity.formats.format import Segment
-from infinity.optim.shard import codec_of, states_stay_zero
+from infinity.formats.format import Segment, scale_name
+from infinity.optim.shard import Shard, codec_of, states_stay_zero
 from infinity.plan.record import STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
@@ -41,8 +41,8 @@ class Values:
         self.ranks = ranks
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
-        """The segments of the whole parameter by name, on the CPU, in the dtypes of the record. A segment with one value for each element has
-        the parameter's shape. Other segments are 1-D. weight_only: only the entry "weight", in the compute dtype."""
+        """The segments of the whole parameter by name, on the CPU, in the dtypes of the record; 8-bit moments in fp32. A segment with one value
+        for each element has the parameter's shape. Other segments are 1-D. weight_only: only the entry "weight", in the compute dtype."""
         found: dict[str, list[torch.Tensor]] = {}
         for chunk in self.registry.chunks_of(state):
             self.updater.finish(chunk)
@@ -59,6 +59,10 @@ class Values:
                     mine = whole[piece.start // block : -(-(piece.start + piece.numel) // block)]
                     found.setdefault(segment.name, []).append(mine.clone())
         values = {name: torch.cat(parts) for name, parts in found.items()}
+        if not weight_only and (format := self.registry.chunks_of(state)[0].record.format).has_coded_moments:
+            coded = Shard(format, values)
+            values |= {name: coded.moment(name) for name in format.moments}
+            values = {name: value for name, value in values.items() if name not in map(scale_name, format.moments)}
         return {name: value.reshape(state.shape) if value.numel() == state.numel else value for name, value in values.items()}
 
     @torch.no_grad()
