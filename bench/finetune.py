@@ -76,7 +76,7 @@ from infinity.system.capacity import host_free_nbytes
 ENGINES = ("infinity", "by-layer", "muon", "fsdp2", "deepspeed", "plain", "compute")
 OURS = ("infinity", "by-layer", "muon")
 SETTINGS = (
-    *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype"),
+    *("device_memory", "host_memory", "param_tier", "optimizer_state_tier", "activation_tier", "optimizer_state_dtype", "master"),
     *("compression", "update"),
 )
 OLD_NAMES = {new: old for old, new in CONFIG_FIELDS.items()}  # options of commands in RESULTS.md

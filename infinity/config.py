@@ -1,8 +1,7 @@
 """The settings of an engine: one frozen value, validated once, and the origin of each setting.
 
 Knows names, ranges and units of settings, and the precedence of files and options. Must not know torch, ranks or how the engine works. The
-engine checks all that depends on the machine: GPUs, free memory, the size of the model. The file has over 400 lines, because each setting has
-its own check and its own messages.
+engine checks all that depends on the machine: GPUs, free memory, the size of the model.
 """
 
 import dataclasses
@@ -70,8 +69,7 @@ class Config:
     """
 
     origins: ClassVar[Mapping[str, str]] = {}
-    """The origin of values by field, such as "infinity.toml", "--set" or "--swap-dirs". A field without an origin has its default, or was
-    set in Python. Origins do not take part in comparisons: equal configurations may have different origins."""
+    """The origin of values by field, such as "infinity.toml" or "--set"; none for defaults and values set in Python. Not compared."""
 
     conversion: "ClassVar[Conversion | None]" = None
     """The result of `from_deepspeed` for every key of the DeepSpeed configuration."""
@@ -99,12 +97,14 @@ class Config:
     (`infinity.accumulate`) on one rank, auto uses the host if the device has no room."""
 
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """The compute dtype of the model: bf16 (weight and residual together are a full fp32 master), fp16 (with a separate fp32 master and a
-    dynamic loss scale) or fp32."""
+    """The compute dtype of the model: bf16 (weight and residual are an fp32 master), fp16 (with an fp32 master and a loss scale) or fp32."""
+
+    master: Literal["fp32", "none"] = "fp32"
+    """Precision of bf16 weights between steps. none: rounded stochastically to bf16. With 8-bit moments a record takes 4.02 bytes a parameter."""
 
     optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """The dtype of stored optimizer moments: fp32, or bf16 or 8bit with stochastic rounding, which need dtype bf16. With AdamW, a parameter's
-    record takes 12, 8 or 6.02 bytes. 8bit: small floats with one scale for 128 values."""
+    """The dtype of stored optimizer moments: fp32, or bf16 or 8bit with stochastic rounding, which need dtype bf16. A record of AdamW takes 12, 8
+    or 6.02 bytes a parameter. 8bit: small floats with one scale for 128 values."""
 
     compression: Literal["auto", "on", "off"] = "auto"
     """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do
@@ -247,9 +247,9 @@ class Config:
 
     def _contradictions(self) -> list[str]:
         found = []
-        if (narrow := self.optimizer_state_dtype) != "fp32" and self.dtype != "bf16":
-            problem = f"optimizer_state_dtype={narrow!r} with dtype={self.dtype!r}: {narrow} moments go with dtype='bf16' only"
-            found.append(self._told("optimizer_state_dtype", problem))
+        for name in ("optimizer_state_dtype", "master"):
+            if (value := getattr(self, name)) != "fp32" and self.dtype != "bf16":
+                found.append(self._told(name, f"{name}={value!r} with dtype={self.dtype!r}: this value goes with dtype='bf16' only"))
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
             found.append(
                 self._told(

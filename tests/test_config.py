@@ -233,8 +233,8 @@ def test_the_pure_layers_do_not_import_torch(module):
 @pytest.mark.parametrize(
     "fields, expected",
     [
-        ({"optimizer_state_dtype": "bf16", "dtype": "fp32"}, "bf16 moments go with dtype='bf16' only"),
-        ({"optimizer_state_dtype": "bf16", "dtype": "fp16"}, "bf16 moments go with dtype='bf16' only"),
+        ({"optimizer_state_dtype": "bf16", "dtype": "fp32"}, "this value goes with dtype='bf16' only"),
+        ({"optimizer_state_dtype": "bf16", "dtype": "fp16"}, "this value goes with dtype='bf16' only"),
         ({"dtype": "fp16", "nonfinite": "raise"}, "Use nonfinite='auto'"),
         ({"dtype": "fp16", "update": "backward"}, "Use update='deferred' or 'auto'"),
         ({"nonfinite": "skip", "update": "backward"}, "update='backward' with nonfinite='skip'"),

@@ -253,7 +253,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
     )
     undo.callback(gradients.close)
     threads = given.num_cores - (given.num_cores // 8 if given.on_cuda else 0)  # the other cores are for threads that launch kernels
-    seed = config.seed if given.layout.rounds_moments else None
+    seed = config.seed if given.layout.rounds else None
     deferred = given.training.deferred
     updater = Updater(records_, gradients, course, events, deferred=deferred, moments_follow=given.on_cuda, threads=threads, seed=seed)
     undo.callback(updater.close)

@@ -247,7 +247,7 @@ class Engine(NotAModule, NotCopied):
         self._named = [(name, param) for name, param in managed_parameters(model) if owner_of(param) in (None, self)]
         for _, param in self._named:
             set_owner(param, self)
-        self.dtypes = ParameterDtypes.of(self._named, self.config.dtype)
+        self.dtypes = ParameterDtypes.of(self._named, self.config.dtype, master=self.config.master)
         self.parameter_values.renew(self._named, self.dtypes.of_torch)
         engines.put_life(model, {id(param) for _, param in self._named}, self._life())
         self._facade.attach(model)

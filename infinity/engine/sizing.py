@@ -163,7 +163,7 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
         options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
         return Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
 
-    pairs, found = zip(named, ParameterDtypes.of(named, config.dtype).names), []
+    pairs, found = zip(named, ParameterDtypes.of(named, config.dtype, master=config.master).names), []
     for (name, param), dtype in pairs:
         rule = training.rule_of(param)
         unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1

@@ -18,9 +18,9 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import STORAGES, Format, trainable_names
+from infinity.formats.format import ROUNDED, STORAGES, Format, storage_of, trainable_names
 
-_NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in STORAGES.items()}
+_NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in STORAGES.items() if name != ROUNDED}
 
 
 def floating_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
@@ -40,13 +40,14 @@ class ParameterDtypes:
     needs_loss_scale: bool
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, torch.Tensor]], default: str) -> ParameterDtypes:
-        """named: names and floating-point parameters. default: "bf16", "fp16" or "fp32".
+    def of(cls, named: Sequence[tuple[str, torch.Tensor]], default: str, *, master: str = "fp32") -> ParameterDtypes:
+        """named: names and floating-point parameters. default: "bf16", "fp16" or "fp32". master: "none" if trained bf16 weights have none.
 
         Raises ConfigError for a dtype that the engine cannot store, and for a trainable parameter of a dtype that no optimizer can update.
         """
         keeps_own = len({param.dtype for _, param in named}) > 1
         names = tuple(_own_dtype(name, param) if keeps_own else default for name, param in named)
+        names = tuple(storage_of(name, master, trainable=param.requires_grad) for name, (_, param) in zip(names, named))
         totals: Counter[str] = Counter()
         for name, (_, param) in zip(names, named):
             totals[name] += param.numel()

@@ -11,6 +11,7 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #
 #   name       computes in   segments of the weight      rest of the fp32 master
 #   bf16       bf16          weight bf16                 residual int16
+#   bf16_rounded  bf16       weight bf16                 -; an update is rounded stochastically
 #   fp16       fp16          weight fp16                 master fp32
 #   fp32       fp32          weight fp32                 -
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
@@ -27,6 +28,9 @@ DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8
 """Bytes of an element, by dtype."""
 
 ADAM_MOMENTS = ("momentum", "variance")
+
+ROUNDED = "bf16_rounded"
+"""The storage of trained bf16 weights without a master."""
 
 EIGHT_BIT = "8bit"
 MOMENTS_DTYPES = ("fp32", "bf16", EIGHT_BIT)
@@ -87,12 +91,18 @@ def _plain(dtype: str, *master: Segment, trains: bool = True) -> Storage:
 
 STORAGES = {
     "bf16": _plain("bf16", Segment("residual", "int16")),
+    ROUNDED: _plain("bf16"),
     "fp16": _plain("fp16", Segment("master", "fp32")),
     "fp32": _plain("fp32"),
     "fp8_e4m3": _plain("fp8_e4m3", trains=False),
     "fp8_e5m2": _plain("fp8_e5m2", trains=False),
 }
 """All storages by name. A name is a value of `Config.dtype` if the storage trains."""
+
+
+def storage_of(dtype: str, master: str, *, trainable: bool = True) -> str:
+    """The storage of a weight. dtype, master: as in the configuration."""
+    return ROUNDED if dtype == "bf16" and master == "none" and trainable else dtype
 
 
 def trainable_names() -> tuple[str, ...]:
@@ -105,7 +115,7 @@ class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
     name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
-    only parameters in the storage "bf16" have. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
+    only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
     cuts, see [Note: units of a rule] in optim/rules.py; of a frozen parameter an element.
     """
 
@@ -121,7 +131,7 @@ class Format:
             object.__setattr__(self, "unit", "element")
             object.__setattr__(self, "moments", ())
             object.__setattr__(self, "accumulates", False)
-        if not self.moments or self.name != "bf16":
+        if not self.moments or self.name not in ("bf16", ROUNDED):
             object.__setattr__(self, "moments_dtype", "fp32")
 
     @functools.cached_property
@@ -195,6 +205,16 @@ class Format:
     def rounds_moments(self) -> bool:
         """Whether moments are stored with stochastic rounding."""
         return self.moments_dtype != "fp32"
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether weights have no master, and are stored with stochastic rounding."""
+        return self.trainable and self.name == ROUNDED
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an update needs random bits."""
+        return self.rounds_moments or self.rounds_weights
 
     @property
     def needs_loss_scale(self) -> bool:

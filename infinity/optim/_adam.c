@@ -10,7 +10,7 @@
  *   adam(weight, residual, momentum, variance, momentum_scale, variance_scale, grad, numel, grad_is_fp32, scalars, decoupled, dither,
  *        threads, isa, stores)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither, 6 and 6 with scales), and
- *       the gradient. The scales are 0, or uint8[numel / 128] of 8-bit moments: [Note: 8-bit moments] in eight_bit.py.
+ *       the gradient. With scales and residual 0, the weight is bf16[numel] and rounded stochastically. The scales are 0, or uint8[numel / 128] of 8-bit moments: [Note: 8-bit moments] in eight_bit.py.
  *       stores: 1 (weights), 2 (moments) or 3 (both). With 2, weight and residual are 0. With 1 or 2, the update is decoupled.
  *       After a call with 1 and a call with 2, all bits are those of one call with 3.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
@@ -605,11 +605,12 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
 /* Defines <isa>_adam_coded: 8-bit moments become fp32 in a buffer that stays in the cache, are updated there, and become 8 bits again.
  * begin is a block border. */
 #define BUFFER 512
+#define WEIGHT_KEY (255u * 0x9E3779B9u)     /* WEIGHT_PAIR in adam.py */
 
 #define CODED(isa, TARGET)                                                                                             \
     TARGET static void isa##_adam_coded(const void *update, size_t begin, size_t end)                                  \
     {                                                                                                                  \
-        float m[BUFFER], v[BUFFER];                                                                                    \
+        float m[BUFFER], v[BUFFER], p[BUFFER];                                                                         \
         int32_t low[BUFFER], high[BUFFER];  /* halves of the random bits */                                            \
         const Update *u = update;                                                                                      \
         for (; begin < end; begin += BUFFER) {                                                                         \
@@ -622,7 +623,18 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             part.residual = u->residual + begin;                                                                       \
             part.grad = (const char *)u->grad + begin * (u->grad_is_fp32 ? 4 : 2);                                     \
             part.momentum = m, part.variance = v, part.dithered = 0;                                                   \
+            uint16_t *weight = part.weight;                                                                            \
+            if (!u->residual) {     /* no master: the weight is rounded as a bf16 moment is */                         \
+                part.weight = p, part.residual = NULL;                                                                 \
+                for (size_t i = 0; i < num; i++)                                                                       \
+                    p[i] = bf16(weight[i]);                                                                            \
+            }                                                                                                          \
             isa##_adam(&part, 0, num);                                                                                 \
+            if (!u->residual)                                                                                          \
+                for (uint32_t i = 0; i < num; i++) {                                                                   \
+                    uint32_t random = scalar_mix(u->index + (uint32_t)begin + i, u->key0, u->key1 + WEIGHT_KEY);       \
+                    weight[i] = (uint16_t)((bits_of(p[i]) + (random & 0xFFFF)) >> 16);                                 \
+                }                                                                                                      \
             for (uint32_t i = 0; i < BUFFER; i++) {                                                                    \
                 uint32_t random = scalar_mix(u->index + (uint32_t)begin + i, u->key0, u->key1);                        \
                 low[i] = (int32_t)(random & 0xFFFF), high[i] = (int32_t)(random >> 16);                                \
@@ -961,7 +973,7 @@ static PyObject *py_adam(PyObject *module, PyObject *args)
         return NULL;
     if (stores < 1 || stores > 3 || (stores != 3 && !decoupled))
         return PyErr_Format(PyExc_ValueError, "stores is %d, expected 3, or 1 or 2 for a decoupled update", stores);
-    if (dither != Py_None && !residual && (stores & WEIGHTS))
+    if (dither != Py_None && !residual && (stores & WEIGHTS) && !momentum_scale)
         return PyErr_Format(PyExc_ValueError, "dither goes with a split master only");
     if (momentum_scale && (stores != 3 || dither == Py_None))
         return PyErr_Format(PyExc_ValueError, "8-bit moments need dither, and stores=3");

@@ -17,7 +17,8 @@ from infinity.formats.format import SCALE_BLOCK
 _BLOCK_NUMEL = 1024  # also of the norm
 _BLOCKS_AT_ONCE = 4  # blocks of the norm, one warp each
 _ROWS = 8  # blocks of 8-bit moments
-_UNSPECIALIZED = ["key0", "key1", "index"]  # a version for each multiple of 16 would cause many compilations
+_WEIGHT_KEY = 255 * 0x9E3779B9  # as in _adam.c
+_UNSPECIALIZED = ["key0", "key1", "index", "weight_key1"]  # a version for each multiple of 16 would cause many compilations
 
 
 def adam(weight, residual, moments, grad, scalars, decoupled: bool, dither) -> None:
@@ -34,7 +35,7 @@ def adam(weight, residual, moments, grad, scalars, decoupled: bool, dither) -> N
         if scales:
             _adam_coded[(triton.cdiv(numel, _ROWS * SCALE_BLOCK),)](
                 _bits(weight),
-                residual,
+                residual if split else _bits(weight),
                 momentum,
                 variance,
                 *scales,
@@ -44,6 +45,8 @@ def adam(weight, residual, moments, grad, scalars, decoupled: bool, dither) -> N
                 key0,
                 key1,
                 index,
+                _signed((key1 + _WEIGHT_KEY) & 0xFFFFFFFF),
+                SPLIT=split,
                 NARROW_GRAD=grad.dtype == torch.bfloat16,
                 DECOUPLED=decoupled,
                 ROWS=_ROWS,
@@ -228,6 +231,8 @@ def _adam_coded(
     key0,
     key1,
     index,
+    weight_key1,
+    SPLIT: tl.constexpr,
     NARROW_GRAD: tl.constexpr,
     DECOUPLED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -237,9 +242,11 @@ def _adam_coded(
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, has_scale = at < numel, row * BLOCK < numel
     weight = tl.load(weight_ptr + at, mask=mask, other=0)
-    residual = tl.load(residual_ptr + at, mask=mask, other=0)
     grad = tl.load(grad_ptr + at, mask=mask, other=0)
-    p = ((weight.to(tl.int32) << 16) + residual.to(tl.int32)).to(tl.float32, bitcast=True)
+    p = _widen(weight)
+    if SPLIT:
+        residual = tl.load(residual_ptr + at, mask=mask, other=0)
+        p = ((weight.to(tl.int32) << 16) + residual.to(tl.int32)).to(tl.float32, bitcast=True)
     g = _widen(grad) if NARROW_GRAD else grad
     m_scale = tl.load(momentum_scale_ptr + row, mask=has_scale, other=0)[:, None]
     v_scale = tl.load(variance_scale_ptr + row, mask=has_scale, other=0)[:, None]
@@ -255,9 +262,13 @@ def _adam_coded(
     code, scale = _encoded(v, (x >> 16).to(tl.int32), mask, 30, 0xFF)
     tl.store(variance_ptr + at, code.to(tl.uint8), mask=mask)
     tl.store(variance_scale_ptr + row, scale.to(tl.uint8), mask=has_scale)
-    narrow = (p + 0x8000) >> 16
-    tl.store(weight_ptr + at, narrow.to(tl.int16), mask=mask)
-    tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
+    if SPLIT:
+        narrow = (p + 0x8000) >> 16
+        tl.store(weight_ptr + at, narrow.to(tl.int16), mask=mask)
+        tl.store(residual_ptr + at, (p - (narrow << 16)).to(tl.int16), mask=mask)
+    else:
+        x = _random(at, key0, weight_key1, index)
+        tl.store(weight_ptr + at, ((p + (x & 0xFFFF).to(tl.int32)) >> 16).to(tl.int16), mask=mask)
 
 
 def block_sums(grad) -> torch.Tensor:

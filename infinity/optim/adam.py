@@ -25,6 +25,7 @@ _LANES = 32
 _FALLBACK_NUMEL = 1 << 22  # elements of a gradient that are squared in float64 at a time
 _GRAD_DTYPES = (torch.bfloat16, torch.float32)
 _WEIGHTS, _MOMENTS = 1, 2  # parts that a call of the kernel changes
+WEIGHT_PAIR = 255  # of the random bits that round weights without a master: no rule has so many moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,16 +135,17 @@ def adam_step(
     moments, uint8 each, also their scales ([Note: 8-bit moments] in eight_bit.py, with `dither` and a split master).
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual None are the
-    master itself. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in
+    master itself. A bf16 weight without a residual, beside 8-bit moments, is rounded stochastically. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in
     _adam.c). threads: 0 means one for each CPU of the calling thread. isa: one of `_adam.isas()`, "triton" or "torch" forces a variant.
     All give equal bits; every resulting NaN is 0x7FC00000. keeps_moments: change only weight and residual. `adam_moments` does the rest, for
     a decoupled update in host memory. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
     """
-    _check(weight, "weight", torch.float32 if residual is None else torch.bfloat16)
+    is_rounded = residual is None and len(moments) == 4
+    _check(weight, "weight", torch.float32 if residual is None and not is_rounded else torch.bfloat16)
     if residual is not None:
         _check(residual, "residual", torch.int16, like=weight)
-    if dither is not None and residual is None:
-        raise ValueError("dither goes with a split master only; an fp32 master has fp32 moments")
+    if dither is not None and residual is None and not is_rounded:
+        raise ValueError("dither goes with a split master, or 8-bit moments; an fp32 master has fp32 moments")
     _check_moments(moments, grad, dither, like=weight)
     if keeps_moments:
         _check_can_split(grad, scalars)
@@ -354,7 +356,8 @@ def _adam_torch(weight, residual, moments, grad, s: AdamScalars, dither: Dither 
     # One torch operation per rounding: addcmul_, lerp_ and alpha= would be contracted. No division by a scalar, because on CUDA that is a
     # multiplication by the reciprocal. torch's own fp32 square root is MKL's on the CPU and 1 ulp off in one case of six. A float64 root
     # within 1 ulp always rounds to the right fp32, because no root of an fp32 is so close to the middle of two fp32 values.
-    p = weight.clone() if residual is None else _join_torch(weight, residual)
+    is_rounded = weight.dtype is torch.bfloat16 and residual is None
+    p = weight.float().clone() if residual is None else _join_torch(weight, residual)
     g = grad.float() * s.grad_scale
     if s.decoupled:
         p = p * s.decay_or_l2
@@ -382,7 +385,9 @@ def _adam_torch(weight, residual, moments, grad, s: AdamScalars, dither: Dither 
         store_dithered(momentum, m, random & 0xFFFF)
         store_dithered(variance, v, random >> 16)
     p.masked_fill_(p.isnan(), math.nan)
-    if residual is None:
+    if is_rounded:
+        store_dithered(weight, p, dither.of_pair(WEIGHT_PAIR).bits(p.numel(), p.device) & 0xFFFF)
+    elif residual is None:
         weight.copy_(p)
     else:
         _split_torch(p, weight, residual)

@@ -122,11 +122,10 @@ class Rule:
                 self.update(weight, gradient, {name: view[index] for name, view in views.items()}, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
-        part.codec.store(part, p)
-        if dither is not None:
-            draws = dither.after(begin)
+        draws = None if dither is None else dither.after(begin)
+        part.store(p, draws)
         for index, (name, value) in enumerate(moments.items()):
-            if dither is None:
+            if not part.format.rounds_moments:
                 part.store_moment(name, value)
                 continue
             if index % 2 == 0:
@@ -158,18 +157,24 @@ class AdamRule(Rule):
 
     def apply_moments(self, shard, grad, scalars, grad_scale, *, dither=None, threads=0):
         """The rest of `apply` after `apply_weights`. grad: bf16 or fp32."""
-        adam_moments(_moments(shard), grad, scalars.scaled(grad_scale), dither=dither, threads=threads)
+        moments = _moments(shard)
+        of_moments = None if moments[0].dtype is torch.float32 else dither  # random bits may be for weights alone
+        adam_moments(moments, grad, scalars.scaled(grad_scale), dither=of_moments, threads=threads)
 
     def _apply(self, shard, grad, scalars, dither, **how) -> None:
-        if shard.format.name in _FUSED:
+        if shard.format.name in _FUSED or (shard.format.rounds_weights and shard.format.has_coded_moments):
             adam_step(shard["weight"], shard.get("residual"), _moments(shard), grad, scalars, dither=dither, **how)
             return
         block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
         for begin in range(0, grad.numel(), block):
             part = shard.part(begin, min(begin + block, grad.numel()))
-            master = part.masters()
-            adam_step(master, None, _moments(part), grad[begin : begin + block].float(), scalars, **how)
-            part.codec.store(part, master)
+            master, moments = part.masters(), [part.moment(name) for name in ADAM_MOMENTS]
+            adam_step(master, None, moments, grad[begin : begin + block].float(), scalars, **how)
+            draws = None if dither is None else dither.after(begin)
+            part.store(master, draws)
+            random = draws.bits(master.numel(), master.device) if part.format.rounds_moments else None
+            for index, (name, value) in enumerate(zip(ADAM_MOMENTS, moments)):
+                part.store_moment(name, value, None if random is None else random >> 16 * index & 0xFFFF)
 
     @property
     def can_advance(self):

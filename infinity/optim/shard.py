@@ -21,9 +21,9 @@ from __future__ import annotations
 import torch
 
 from infinity.config import CHOICES
-from infinity.formats.format import STORAGES, Format, Storage, scale_name
+from infinity.formats.format import ROUNDED, STORAGES, Format, Storage, scale_name
 from infinity.optim import eight_bit
-from infinity.optim.adam import join_master, split_master, store_dithered
+from infinity.optim.adam import WEIGHT_PAIR, Dither, join_master, split_master, store_dithered
 
 
 class Shard(dict):
@@ -57,6 +57,13 @@ class Shard(dict):
         """[numel]: the weights as they are if they have this dtype, otherwise rounded from the masters."""
         weights = self.codec.weights(self)
         return weights if weights.dtype is dtype else self.masters().to(dtype)
+
+    def store(self, masters: torch.Tensor, dither: Dither | None) -> None:
+        """fp32 [numel], as `masters` gave them and changed in place, become the weights. dither: of a storage that rounds weights."""
+        if self.format.rounds_weights:
+            self.codec.store(self, masters, dither.of_pair(WEIGHT_PAIR).bits(masters.numel(), masters.device) & 0xFFFF)
+        else:
+            self.codec.store(self, masters)
 
     def moment(self, name: str) -> torch.Tensor:
         """fp32 [numel]: a moment. It may be the segment itself."""
@@ -149,6 +156,14 @@ class SplitCodec(Codec):
         shard["residual"].masked_fill_(changed.to(shard["residual"].device), 0)
 
 
+class RoundedCodec(Codec):
+    """A bf16 weight without a master."""
+
+    def store(self, shard, values, random=None):
+        """random: int64 [numel], 16 bits that round each value."""
+        store_dithered(shard["weight"], values, random)
+
+
 class MasterCodec(Codec):
     """A whole fp32 master beside the weight that is rounded from it."""
 
@@ -169,7 +184,7 @@ class MasterCodec(Codec):
 
 
 FROZEN = Codec()
-CODECS = {"bf16": SplitCodec(), "fp16": MasterCodec(), "fp32": Codec()}
+CODECS = {"bf16": SplitCodec(), ROUNDED: RoundedCodec(), "fp16": MasterCodec(), "fp32": Codec()}
 """Codecs of the storages that train, and of all coded storages, by name."""
 
 

@@ -189,6 +189,11 @@ class Layout:
         return any(span.format.rounds_moments for span in self.spans)
 
     @functools.cached_property
+    def rounds(self) -> bool:
+        """Whether some updates need random bits."""
+        return any(span.format.rounds for span in self.spans)
+
+    @functools.cached_property
     def num_allocated(self) -> int:
         """Elements of all chunks, with padding."""
         return sum(chunk.numel for chunk in self.chunks)

@@ -76,11 +76,11 @@ class Reduce:
 Action = Run | Read | Copy | Gather | Evict | ReadStates | Reduce
 
 
-def may_take_two_jobs(*, in_host_memory: bool, gradient: str, coded: bool = False) -> bool:
+def may_take_two_jobs(*, in_host_memory: bool, gradient: str, whole: bool = False) -> bool:
     """Whether an update after step() may change weights before moments: [Note: weights before moments] in updates.py. in_host_memory: host
-    memory is the home of the record and the gradient. gradient: the dtype. coded: moments have 8 bits. The arithmetic of moments alone takes
-    neither an fp16 gradient nor 8-bit moments."""
-    return in_host_memory and gradient != "fp16" and not coded
+    memory is the home of the record and the gradient. gradient: the dtype. whole: the kernel changes weights and moments at once, as
+    for 8-bit moments. The arithmetic of moments alone takes no fp16 gradient."""
+    return in_host_memory and gradient != "fp16" and not whole
 
 
 class Moment(enum.Enum):

@@ -199,7 +199,7 @@ def rehearse(formats: Iterable[Format], rules: list[tuple[Rule, dict]], device: 
         NormAccumulator(device).add(gradient)
         if adam is not None and format.moments == adam[0].moments:
             rule, group = adam
-            dither = Dither(0, 0, 0) if format.rounds_moments else None
+            dither = Dither(0, 0, 0) if format.rounds else None
             rule.apply(Shard(format, segments), gradient, rule.scalars(group, 1), 1.0, dither=dither)
 
 

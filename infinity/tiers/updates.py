@@ -143,7 +143,7 @@ class Updater:
             is_sent = chunk.gradient_on_device and not self._update_lane_copies
             at_home = all(home.is_host for home in chunk.homes.values())
             format = chunk.record.format
-            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, coded=format.has_coded_moments)
+            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, whole=format.has_coded_moments or format.rounds_weights)
             in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(self.params[i] for i in chunk.whole_pieces)
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
 
@@ -275,7 +275,7 @@ class Updater:
     ) -> Computed:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
-        seed = self.seed if chunk.record.format.rounds_moments else None
+        seed = self.seed if chunk.record.format.rounds else None
         computed = update(chunk, self.params, state, gradient, hyper, self.processor, seed=seed, keeps_moments=keeps_moments)
         marks = (first, self.events.device_mark()) if on_device else None
         nbytes = chunk.record.nbytes - (chunk.record.moments_nbytes if keeps_moments else 0)

@@ -216,6 +216,7 @@ def _add_placement(command):
     """Options of `train` for fields of Config."""
     place = command.add_argument_group("placement")
     place.add_argument("--dtype", metavar=one_of("dtype"), help="by default bf16 on CUDA and fp32 on the CPU")
+    place.add_argument("--master", metavar=one_of("master"), help="precision of bf16 weights between steps (default: fp32)")
     place.add_argument("--optimizer-state-dtype", metavar=one_of("optimizer_state_dtype"), help="dtype of the moments (default: fp32)")
     place.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N; by default CUDA where there is one")
     place.add_argument("--swap-dirs", nargs="+", metavar="DIR", help="swap directories, one a drive; by default ./infinity-swap")

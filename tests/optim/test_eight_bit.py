@@ -6,6 +6,8 @@ from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_o
 from models import gpt_step, tiny_gpt
 from test_muon import DEVICE, HOST
 
+from torch import nn
+
 import infinity
 from infinity.formats.format import SCALE_BLOCK, Format
 from infinity.optim import _adam, eight_bit
@@ -103,8 +105,8 @@ def test_values_of_any_size_keep_their_order(signed, power):
 # ---- kernels ----
 
 
-def updated(numel, isa, device="cpu", cuts=(), coupled=False):
-    """All segments of a shard after five updates. cuts: borders of parts that are updated alone."""
+def updated(numel, isa, device="cpu", cuts=(), coupled=False, master=True):
+    """All segments of a shard after five updates. cuts: borders of parts that are updated alone. master: weights have a residual."""
     generator = torch.Generator().manual_seed(numel)
     weight, residual = split_master(torch.randn(numel, generator=generator))
     blocks = -(-numel // SCALE_BLOCK)
@@ -122,26 +124,27 @@ def updated(numel, isa, device="cpu", cuts=(), coupled=False):
             of_codes, of_scales = slice(begin, end), slice(begin // SCALE_BLOCK, -(-end // SCALE_BLOCK))
             part = [segment[of_codes] for segment in shard[:4]] + [segment[of_scales] for segment in shard[4:]]
             dither = Dither.of(0, "w", step, begin)
-            adam_step(part[0], part[1], part[2:], grad[of_codes].to(device), scalars, dither=dither, threads=1, isa=isa)
+            adam_step(part[0], part[1] if master else None, part[2:], grad[of_codes].to(device), scalars, dither=dither, threads=1, isa=isa)
     return [segment.cpu() for segment in shard]
 
 
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 511, 512, 5000, 100_003])
-@pytest.mark.parametrize("coupled", [False, True])
-def test_every_kernel_gives_the_same_bits(numel, coupled):
-    expected = updated(numel, "torch", coupled=coupled)
+@pytest.mark.parametrize("how", [{}, {"coupled": True}, {"master": False}], ids=str)
+def test_every_kernel_gives_the_same_bits(numel, how):
+    expected = updated(numel, "torch", **how)
     for isa in _adam.isas():
         for cuts in ((), tuple(range(3 * 1024, numel, 3 * 1024))):
-            for number, (found, wanted) in enumerate(zip(updated(numel, isa, cuts=cuts, coupled=coupled), expected)):
+            for number, (found, wanted) in enumerate(zip(updated(numel, isa, cuts=cuts, **how), expected)):
                 assert_same_bits(found, wanted, f"segment {number} of {isa}")
 
 
 @on_gpu
 @pytest.mark.parametrize("numel", [1, 129, 5000, 100_003])
-def test_the_kernel_of_the_gpu_gives_the_same_bits(numel):
-    expected = updated(numel, None)
+@pytest.mark.parametrize("master", [True, False])
+def test_the_kernel_of_the_gpu_gives_the_same_bits(numel, master):
+    expected = updated(numel, None, master=master)
     for isa in ("triton", "torch"):
-        for number, (found, wanted) in enumerate(zip(updated(numel, isa, "cuda"), expected)):
+        for number, (found, wanted) in enumerate(zip(updated(numel, isa, "cuda", master=master), expected)):
             assert_same_bits(found, wanted, f"segment {number} of {isa}")
 
 
@@ -162,6 +165,8 @@ def test_a_record_has_6_bytes_a_parameter():
     for dtype in ("fp32", "bf16", "8bit"):
         shares[dtype] = sum(segment.nbytes(1 << 20) for segment in Format("bf16", moments_dtype=dtype).segments) / (1 << 20)
     assert shares == {"fp32": 12, "bf16": 8, "8bit": 6 + 2 / 128}
+    least = Format("bf16_rounded", moments_dtype="8bit")
+    assert sum(segment.nbytes(1 << 20) for segment in least.segments) / (1 << 20) == 4 + 2 / 128
     assert not Format("fp32", moments_dtype="8bit").has_coded_moments
 
 
@@ -179,6 +184,13 @@ KINDS = {
     "clipped": {"options": {"max_grad_norm": 0.5}},
     "accumulated": {"options": {"accumulation_steps": 2}},
     "compressed": {"compression": "on"},
+    "no-master": {"master": "none"},
+    "no-master-fp32-moments": {"master": "none", "optimizer_state_dtype": "fp32"},
+    "no-master-bf16-moments": {"master": "none", "optimizer_state_dtype": "bf16"},
+    "no-master-late-moments": {"master": "none", "optimizer_state_dtype": "fp32", "compression": "auto"},
+    "no-master-lion": {"master": "none", "optimizer": infinity.Lion, "options": {"lr": 1e-3}},
+    "no-master-muon": {"master": "none", "optimizer": infinity.Muon, "options": {"lr": 0.02}},
+    "no-master-sgd": {"master": "none", "optimizer": infinity.SGD, "options": {"lr": 0.1}},
 }
 
 
@@ -193,11 +205,43 @@ def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
 
 def test_losses_are_near_those_of_fp32_moments(tmp_path):
     found = {}
-    for dtype in ("fp32", "8bit"):
-        with training(tiny_gpt, tmp_path, **NVME | BF16 | {"optimizer_state_dtype": dtype}, options={"lr": 3e-3}) as (model, engine, ours):
-            found[dtype] = [gpt_step(model, ours, step % 4) for step in range(60)]
-    late = {dtype: sum(losses[-8:]) / 8 for dtype, losses in found.items()}
-    assert late["8bit"] == pytest.approx(late["fp32"], rel=0.02) and late["8bit"] < 0.8 * found["8bit"][0]
+    for dtype, master in (("fp32", "fp32"), ("8bit", "fp32"), ("8bit", "none")):
+        config = NVME | {"dtype": "bf16", "optimizer_state_dtype": dtype, "master": master}
+        with training(tiny_gpt, tmp_path, **config, options={"lr": 3e-3}) as (model, engine, ours):
+            found[dtype, master] = [gpt_step(model, ours, step % 4) for step in range(60)]
+    exact, *others = (sum(losses[-8:]) / 8 for losses in found.values())
+    assert exact < 0.8 * found["fp32", "fp32"][0]
+    assert others == pytest.approx([exact, exact], rel=0.02)
+
+
+def test_small_changes_of_a_weight_without_a_master_add_up(tmp_path):
+    """Each update is a hundredth of the distance of two bf16 values: rounding to the nearest would lose all of them."""
+
+    def make():
+        model = nn.Linear(256, 256, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    config = HOST | {"dtype": "bf16", "master": "none"}
+    with training(make, tmp_path, optimizer=infinity.SGD, options={"lr": 1e-4}, **config) as (model, engine, ours):
+        for _ in range(100):
+            model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+            ours.step()
+            ours.zero_grad()
+        weight = engine.read_state(model.weight)["weight"].float()
+    assert weight.mean().item() == pytest.approx(0.99, abs=2e-4) and len(weight.unique()) > 1
+
+
+def test_a_frozen_weight_is_the_same_without_a_master(tmp_path):
+    def make():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[0].requires_grad_(False)
+        return model
+
+    with training(make, tmp_path, **NVME | BF16 | {"master": "none"}) as (model, engine, ours):
+        assert {chunk.record.format.name for chunk in engine.registry.chunks} == {"bf16", "bf16_rounded"}
+        assert engine.read_state(model[0].weight).keys() == {"weight"}
+        assert engine.read_state(model[1].weight).keys() == {"weight", "momentum", "variance"}
 
 
 def resumed(directory, checkpoint, load, **config):
@@ -208,8 +252,9 @@ def resumed(directory, checkpoint, load, **config):
         return states_of(engine, model)
 
 
-def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path):
-    with training(tiny_gpt, tmp_path, **NVME | BF16) as (model, engine, ours):
+@pytest.mark.parametrize("master", ["fp32", "none"])
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(master, tmp_path):
+    with training(tiny_gpt, tmp_path, **NVME | BF16 | {"master": master}) as (model, engine, ours):
         for step in range(2):
             gpt_step(model, ours, step)
         infinity.save(tmp_path / "checkpoint", model, ours)
@@ -218,9 +263,9 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path):
             gpt_step(model, ours, step)
         expected = states_of(engine, model)
     for places in (NVME, HOST | {"chunk_mib": 1 / 8}):
-        assert_same_states(resumed(tmp_path, tmp_path / "checkpoint", infinity.load, **places), expected)
+        assert_same_states(resumed(tmp_path, tmp_path / "checkpoint", infinity.load, **places, master=master), expected)
     dcp = lambda *arguments: infinity.load_dcp(*arguments, trust_pickle=True)
-    for name, state in resumed(tmp_path, tmp_path / "dcp", dcp).items():  # has the values in fp32, whose blocks may get other scales
+    for name, state in resumed(tmp_path, tmp_path / "dcp", dcp, master=master).items():  # has the values in fp32, whose blocks may get other scales
         assert torch.allclose(state["weight"].float(), expected[name]["weight"].float(), atol=2e-3), name
 
 
@@ -233,6 +278,17 @@ def test_a_checkpoint_with_other_moments_is_refused(tmp_path):
             infinity.load(tmp_path / "checkpoint", model, ours)
 
 
+def test_a_checkpoint_with_a_master_is_refused_without_one(tmp_path):
+    with training(tiny_gpt, tmp_path, **BF16) as (model, engine, ours):
+        gpt_step(model, ours, 0)
+        infinity.save(tmp_path / "checkpoint", model, ours)
+    with training(tiny_gpt, tmp_path, **BF16, master="none") as (model, engine, ours):
+        with pytest.raises(infinity.CheckpointError, match="the model was saved with dtype='bf16', expected 'bf16_rounded'"):
+            infinity.load(tmp_path / "checkpoint", model, ours)
+
+
 def test_8_bit_moments_need_bf16():
-    with pytest.raises(infinity.ConfigError, match="optimizer_state_dtype='8bit' with dtype='fp32': 8bit moments go with dtype='bf16' only"):
+    with pytest.raises(infinity.ConfigError, match="master='none' with dtype='fp16': this value goes with dtype='bf16' only"):
+        infinity.Config(dtype="fp16", master="none")
+    with pytest.raises(infinity.ConfigError, match="optimizer_state_dtype='8bit' with dtype='fp32': this value goes with dtype='bf16' only"):
         infinity.Config(dtype="fp32", optimizer_state_dtype="8bit")

@@ -210,5 +210,5 @@ def test_trainers_take_the_dtype_in_which_a_format_computes(tmp_path):
 
 
 def test_bf16_moments_are_refused_for_a_format_that_a_program_adds():
-    with pytest.raises(infinity.ConfigError, match="bf16 moments go with dtype='bf16' only"):
+    with pytest.raises(infinity.ConfigError, match="this value goes with dtype='bf16' only"):
         infinity.Config(dtype=DTYPE, optimizer_state_dtype="bf16")

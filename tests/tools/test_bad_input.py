@@ -155,7 +155,7 @@ def test_the_refusal_of_a_small_budget_names_the_least_budget_that_works(tmp_pat
     [
         ({"host_memry": 1}, "did you mean 'host_memory'"),
         ({"param_tier": "hots"}, "param_tier='hots': expected .*did you mean 'host'"),
-        ({"dtype": "fp32", "optimizer_state_dtype": "bf16"}, "bf16 moments go with dtype='bf16' only"),
+        ({"dtype": "fp32", "optimizer_state_dtype": "bf16"}, "this value goes with dtype='bf16' only"),
         ({"host_memory": "20G"}, "host_memory: expected bytes"),
         ({"device_memory": 0}, "device_memory: expected at least 1024 bytes; got 0, .* as in .0GiB."),
         ({"chunk_mib": -1}, "chunk_mib=-1: expected a number of MiB above zero"),

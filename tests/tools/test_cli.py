@@ -56,7 +56,7 @@ def test_options_reach_the_arguments():
         *"--hidden 8 --layers 1 --heads 2 --vocab 300 --seq 9 --batch 3 --steps 7 --accumulate 2 --lr 1e-2".split(),
         *"--max-grad-norm 0.5 --dtype bf16 --swap-dirs a b --param-tier host --optimizer-state-tier nvme --residency none".split(),
         *"--host-memory 1GiB --device-memory 2GiB --chunk-mib 0.5 --update deferred --checkpoint-activations".split(),
-        *"--seed 9 --data x y --output out.json --tie --device cpu --optimizer-state-dtype bf16 --optimizer lion".split(),
+        *"--seed 9 --data x y --output out.json --tie --device cpu --master none --optimizer-state-dtype bf16 --optimizer lion".split(),
         *"--activation-tier host --tile-above 1MiB --save saved --save-every 4 --keep 3 --resume".split(),
         *"--config a.toml --set trace=true --set residency=auto --trace t.json --live".split(),
     )
@@ -67,7 +67,7 @@ def test_options_reach_the_arguments():
         "max_grad_norm": 0.5, "dtype": "bf16", "swap_dirs": ["a", "b"], "param_tier": "host", "optimizer_state_tier": "nvme", "residency": "none",
         "host_memory": "1GiB", "device_memory": "2GiB", "chunk_mib": 0.5, "update": "deferred",
         "checkpoint_activations": True, "seed": 9, "data": ["x", "y"], "json": False, "output": Path("out.json"), "tie": True, "device": "cpu",
-        "optimizer_state_dtype": "bf16", "optimizer": "lion", "activation_tier": "host", "tile_above": "1MiB",
+        "master": "none", "optimizer_state_dtype": "bf16", "optimizer": "lion", "activation_tier": "host", "tile_above": "1MiB",
         "save": Path("saved"), "save_every": 4, "keep": 3, "resume": True,
         "config": Path("a.toml"), "set": ["trace=true", "residency=auto"], "trace": Path("t.json"), "live": True,
     }  # fmt: skip

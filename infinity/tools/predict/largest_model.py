@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from infinity.config import Config
 from infinity.errors import BudgetError
-from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format
+from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format, storage_of
 from infinity.plan.record import record_layout
 from infinity.sizes import format_bytes
 from infinity.tools.predict import formulas
@@ -94,7 +94,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
 
 def require_place(num_parameters: int, machine: Machine, config: Config) -> None:
     """Raise BudgetError if the records need more bytes than all memories and drives have, in any layout."""
-    needed = record_layout(num_parameters, Format(config.dtype, moments_dtype=config.optimizer_state_dtype)).nbytes
+    needed = record_layout(num_parameters, Format(storage_of(config.dtype, config.master), moments_dtype=config.optimizer_state_dtype)).nbytes
     if machine.drives and not machine.total("capacity"):
         return
     there = machine.nodes * (machine.total("capacity") + machine.host_memory + machine.devices * machine.device_memory)

@@ -45,7 +45,7 @@ WARM_UP_STEPS = 2  # the first step records the trace, the second is the first t
 RECENT_STEPS = 10  # in the medians of a status
 CONFIG_OPTIONS = (  # options that are fields of Config
     *("swap_dirs", "host_memory", "device_memory", "param_tier", "optimizer_state_tier", "activation_tier", "tile_above"),
-    *("dtype", "optimizer_state_dtype", "residency", "chunk_mib", "device", "update", "seed"),
+    *("dtype", "master", "optimizer_state_dtype", "residency", "chunk_mib", "device", "update", "seed"),
 )
 
 def train(arguments) -> int:
