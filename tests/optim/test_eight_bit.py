@@ -128,6 +128,7 @@ def updated(numel, isa, device="cpu", cuts=(), coupled=False, master=True):
     return [segment.cpu() for segment in shard]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 511, 512, 5000, 100_003])
 @pytest.mark.parametrize("how", [{}, {"coupled": True}, {"master": False}], ids=str)
 def test_every_kernel_gives_the_same_bits(numel, how):
@@ -194,6 +195,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
     expected, states = trained(tmp_path, **DEVICE | KINDS[kind])
@@ -206,7 +208,7 @@ def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
 def test_losses_are_near_those_of_fp32_moments(tmp_path):
     found = {}
     for dtype, master in (("fp32", "fp32"), ("8bit", "fp32"), ("8bit", "none")):
-        config = NVME | {"dtype": "bf16", "optimizer_state_dtype": dtype, "master": master}
+        config = DEVICE | {"dtype": "bf16", "optimizer_state_dtype": dtype, "master": master, "chunk_mib": None}
         with training(tiny_gpt, tmp_path, **config, options={"lr": 3e-3}) as (model, engine, ours):
             found[dtype, master] = [gpt_step(model, ours, step % 4) for step in range(60)]
     exact, *others = (sum(losses[-8:]) / 8 for losses in found.values())
@@ -224,12 +226,12 @@ def test_small_changes_of_a_weight_without_a_master_add_up(tmp_path):
 
     config = HOST | {"dtype": "bf16", "master": "none"}
     with training(make, tmp_path, optimizer=infinity.SGD, options={"lr": 1e-4}, **config) as (model, engine, ours):
-        for _ in range(100):
+        for _ in range(40):
             model(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
             ours.step()
             ours.zero_grad()
         weight = engine.read_state(model.weight)["weight"].float()
-    assert weight.mean().item() == pytest.approx(0.99, abs=2e-4) and len(weight.unique()) > 1
+    assert weight.mean().item() == pytest.approx(0.996, abs=1e-4) and len(weight.unique()) > 1
 
 
 def test_a_frozen_weight_is_the_same_without_a_master(tmp_path):

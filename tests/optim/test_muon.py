@@ -113,6 +113,7 @@ def trained(directory, *, steps=4, make=tiny_gpt, options=None, **config):
         return losses, states_of(engine, model)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "config",
     [
