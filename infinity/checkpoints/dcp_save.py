@@ -16,7 +16,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,9 @@ from infinity.errors import CheckpointError
 from infinity.plan.packing import Piece
 
 
-def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def save_dcp(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+) -> None:
     """Write a checkpoint for torch.distributed.checkpoint (DCP), which an FSDP2 or plain PyTorch model and its optimizer can load.
 
     See [Note: entries of a DCP checkpoint]. The other program calls m, o = get_state_dict(model, optimizer), then `dcp.load` into
@@ -173,13 +175,13 @@ class _Planner(dcp.DefaultSavePlanner):
             self._add(items, paths, ("model", name), value)
 
     def _add_optimizer(self, items: list, paths: dict) -> None:
-        optimizer = self.state.optimizer
+        optimizers = self.state.optimizers
         for whole in self.names.wholes:
             if whole.is_updated and moments_of(self.state, whole):
                 step = float(max(self.state.num_updates(info.index) for info in whole.parts))
                 self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(step, dtype=torch.float32, device="cpu"))
-        for index, group in enumerate(optimizer.param_groups):
-            values = defaults_of_torch(optimizer.rule_of(group)) | {name: plain(value) for name, value in group.items() if name != "params"}
+        for index, group in enumerate(optimizers.param_groups):
+            values = defaults_of_torch(optimizers.rule_of(group)) | {name: plain(value) for name, value in group.items() if name != "params"}
             for name, value in (values | {"params": self.names.of_group(group["params"])}).items():
                 self._add(items, paths, ("optim", "param_groups", index, name), value)
 
