@@ -239,7 +239,7 @@ class Engine(NotAModule, NotCopied):
     @uninterrupted
     @torch.no_grad()
     def step(self, optimizer) -> None:
-        """step() of one optimizer: [Note: one step of several optimizers] in joined_optimizers.py."""
+        """step() of one optimizer: [Note: one step of several optimizers] in optimizer_calls.py."""
         self.lifecycle.check_open()
         self.start()
         self.calls.loss.refuse("step()")

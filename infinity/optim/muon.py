@@ -129,7 +129,7 @@ class Muon(Optimizer):
     def rule_of(self, group):
         return self.rule if group["muon"] else self._adamw
 
-    def divided(self, group):
+    def _divide(self, group):
         return [part for each in _as_groups([group]) for part in self._parts(each)]
 
     def _parts(self, group: dict) -> list[dict]:

@@ -139,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         self._require_in_force("add_param_group()")
         number = len(self.param_groups)
         try:
-            for group in self.divided(param_group):
+            for group in self._divide(param_group):
                 super().add_param_group(group)
             added = self.param_groups[number:]
             self._check_rules(added)
@@ -150,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
             del self.param_groups[number:]
             raise
 
-    def divided(self, group: dict) -> list[dict]:
+    def _divide(self, group: dict) -> list[dict]:
         """A new parameter group, as the groups that the optimizer has for it."""
         return [group]
 

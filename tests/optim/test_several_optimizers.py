@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, plain, states_of
+from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, on_gpu, plain, states_of
 from models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
 from test_ranks import gpt as ranks_gpt
 from test_ranks import settings as ranks_settings
@@ -106,6 +106,31 @@ def test_two_optimizers_have_the_bits_of_one_muon(config, places, tmp_path):
     assert_same_states(found, states)
 
 
+@on_gpu
+@pytest.mark.parametrize("skips", [False, True])
+def test_on_a_gpu_losses_are_those_of_one_optimizer(skips, tmp_path):
+    def run(make, **config):
+        model, engine = offloaded(lambda: tiny_gpt().cuda(), tmp_path, device="cuda", update="deferred", **config)
+        with engine:
+            optimizers, losses = make(model), []
+            for step in range(20):
+                loss = model(*(each.cuda() for each in tokens(step)))
+                loss.backward()
+                losses.append(loss.item())
+                for optimizer in optimizers[: 1 if skips and step % 2 else None]:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            return losses
+
+    def make_both(model):
+        return muon_and_adamw(model).optimizers
+
+    expected = run(make_both if skips else lambda model: [one_muon(model)], **DEVICE)
+    for places in (HOST, NVME, DEVICE):
+        assert run(make_both, **places) == pytest.approx(expected, abs=1e-4), places
+
+
 def test_the_norm_is_that_of_all_parameters(tmp_path):
     norms = []
     for make in (one_muon, muon_and_adamw):
@@ -202,7 +227,7 @@ def backward(model, step):
 
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1], ids=["own chunks", "one chunk for both"])
 @pytest.mark.parametrize("order", ["zero_grad before step", "zero_grad after step"])
-@pytest.mark.parametrize("places", [NVME, HOST, DEVICE], ids=["nvme", "host", "device"])
+@pytest.mark.parametrize("places", [NVME, NVME | {"compression": "on"}, HOST, DEVICE], ids=["nvme", "compressed", "host", "device"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_zero_grad_without_step_skips_the_step(dtype, places, order, chunk_mib, tmp_path):
     """Weights, moments and step counts of the skipped parameters stay, as in plain PyTorch without their step()."""
@@ -318,6 +343,39 @@ def test_a_pass_between_two_steps_names_the_optimizer_without_step(tmp_path):
         backward(model, 1)
 
 
+def test_model_zero_grad_between_two_steps_is_refused_with_a_remedy(tmp_path):
+    model, engine = offloaded(mlp, tmp_path, update="deferred", **NVME)
+    with engine:
+        first, second = pair(model)
+        backward(model, 0)
+        first.step()
+        model.zero_grad()
+        with pytest.raises(UsageError, match=r"step.. is missing: AdamW of .* or zero_grad.. of an optimizer that skips this step"):
+            second.step()
+        second.zero_grad()
+        engine.flush()
+        assert [engine.parameter_values.num_updates(param) for param in model.parameters()] == [1] * 4 + [0] * 4
+        first.zero_grad()
+        backward(model, 1)
+
+
+def test_both_step_with_gradients_that_the_program_sets(tmp_path):
+    plain_model, reference = plain(mlp, groups=two_parts)
+    model, engine = offloaded(mlp, tmp_path, **NVME)
+    with engine:
+        first, second = pair(model)
+        for step in range(2):
+            first.zero_grad()
+            for each in (model, plain_model):
+                for index, param in enumerate(each.parameters()):
+                    param.grad = torch.full(param.shape, 0.1 * (index + step))
+            second.step()
+            first.step()
+            second.zero_grad()
+            reference.step()
+        assert_equals_reference(engine, model, plain_model, reference)
+
+
 def test_gradients_of_a_part_are_not_dropped_between_two_passes(tmp_path):
     model, engine = offloaded(mlp, tmp_path, **NVME)
     with engine:
@@ -399,6 +457,19 @@ def test_a_part_of_the_parameters_is_trained_alone(call, tmp_path):
         optimizer.zero_grad()
         changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
         assert changed == {f"layers.{i}.{name}" for i in range(2) for name in ("weight", "bias")}
+
+
+def test_an_optimizer_of_torch_over_the_rest_is_refused(tmp_path):
+    model, engine = offloaded(mlp, tmp_path, **NVME)
+    with engine:
+        ours, rest = two_parts(model)
+        optimizer = infinity.AdamW(ours["params"])
+        other = torch.optim.AdamW(rest["params"])
+        with pytest.raises(UsageError, match="torch.optim.AdamW was made over layers.2.weight, which is in an engine"):
+            backward(model, 0)
+        del other
+        backward(model, 0)
+        optimizer.step()
 
 
 def test_a_later_optimizer_needs_the_records_that_were_planned(tmp_path):
@@ -492,6 +563,20 @@ def run_and_save(directory, path, *, make=muon_and_adamw, with_optimizer=lambda 
             gpt_step(model, optimizer, step)
         save(path, model, with_optimizer(optimizer))
         return [gpt_step(model, optimizer, step) for step in (2, 3)], states_of(engine, model)
+
+
+@pytest.mark.parametrize("saver, loader", [(one_muon, muon_and_adamw), (muon_and_adamw, one_muon)])
+def test_a_checkpoint_of_both_is_that_of_one_muon(saver, loader, tmp_path):
+    def given(optimizer):
+        return getattr(optimizer, "optimizers", optimizer)
+
+    expected, states = run_and_save(tmp_path / "swap", tmp_path / "saved", make=saver, with_optimizer=given)
+    model, engine = offloaded(tiny_gpt, tmp_path / "swap", seed=1, dtype="bf16", **NVME)
+    with engine:
+        optimizer = loader(model)
+        infinity.load(tmp_path / "saved", model, given(optimizer))
+        assert [gpt_step(model, optimizer, step) for step in (2, 3)] == expected
+        assert_same_states(states_of(engine, model), states)
 
 
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 64])

@@ -105,10 +105,10 @@ def different_options(name: str, first, other) -> str:
 
 
 def step_is_missing(lacking: list[str]) -> str:
-    """The message for a pass when only some optimizers have called step(). lacking: the others, described."""
+    """The message for a pass, or for dropped gradients, when only some optimizers have called step(). lacking: the others, described."""
     return (
-        f"a pass of the model begins, and step() is missing: {', '.join(lacking)}. Other optimizers of the model have called it, and the "
-        f"engine makes one step for all. Call step() of each optimizer, or zero_grad() of an optimizer that skips this step."
+        f"step() is missing: {', '.join(lacking)}. Other optimizers of the model have called it, and the engine makes one step for all. "
+        f"Before the next pass of the model, call step() of each optimizer, or zero_grad() of an optimizer that skips this step."
     )
 
 
@@ -160,7 +160,8 @@ def planned_otherwise(made_at: str | None) -> str:
         )
     return (
         f"the model has an optimizer already, made at {made_at}. The new one has another rule, max_grad_norm or accumulation_steps, for which "
-        f"the engine has planned no memory. close() the engine, and build model, engine and optimizer anew."
+        f"the engine has planned no memory. close() the engine, and build model, engine and optimizer anew. Make all optimizers of a model "
+        f"before it runs."
     )
 
 
