@@ -257,6 +257,38 @@ def test_zero_grad_without_step_skips_the_step(dtype, places, order, chunk_mib, 
         assert_equals_reference(engine, model, plain_model, reference)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_skips_and_added_groups_fit_updates_that_are_announced(dtype, tmp_path):
+    """Without room in memory, most updates of a step run in the next forward pass, with the groups of their own step."""
+
+    def run(**places):
+        model, engine = offloaded(lambda: mlp(40), tmp_path, dtype=dtype, update="deferred", **places)
+        first, middle, last = ([param for layer in part for param in layer.parameters()] for part in (model.layers[:10], model.layers[10:20], model.layers[20:]))
+        with engine:
+            both = infinity.AdamW(first, lr=1e-2), infinity.AdamW(last, lr=2e-3)
+            engine.stats()
+            for step in range(6):
+                backward(model, step)
+                both[step % 2].step()
+                if step == 3:
+                    both[0].step()
+                Both(*both).zero_grad()
+                if step == 3:
+                    counts.append(sum(chunk.update.is_announced for chunk in engine.registry.chunks))
+                    both[0].add_param_group({"params": middle, "lr": 5e-3})
+                    assert not any(chunk.update.is_announced for chunk in engine.registry.chunks)
+            assert_nothing_held(engine)
+            engine.flush()
+            numbers = [engine.parameter_values.num_updates(part[0]) for part in (first, middle, last)]
+            assert numbers == [4, 1, 3]
+            return states_of(engine, model)
+
+    counts = []
+    expected = run(**DEVICE)
+    assert_same_states(run(**NVME, host_memory=256 << 10, device_memory=24 << 10), expected)
+    assert counts[0] == 0 < counts[1]
+
+
 def test_a_skipped_step_counts_all_gradients_in_the_norm(tmp_path):
     """As if the program had clipped the gradients of all parameters before."""
     plain_model, reference = plain(mlp, groups=two_parts)
@@ -275,6 +307,7 @@ def test_a_skipped_step_counts_all_gradients_in_the_norm(tmp_path):
         expected = {param: param.detach().clone() for group in reference.param_groups[1:] for param in group["params"]}
         for name, param in list(plain_model.named_parameters())[4:]:
             assert torch.equal(engine.read_state(model.get_parameter(name))["weight"], expected[param])
+        backward(model, 1)  # the gradients of the last step are dropped: both have called zero_grad()
 
 
 def test_zero_grad_of_all_drops_all_gradients(tmp_path):
@@ -483,6 +516,24 @@ def test_a_later_optimizer_needs_the_records_that_were_planned(tmp_path):
         assert engine.optimizer is first
         second = infinity.AdamW(two_parts(model)[1]["params"])
         assert engine.optimizer == (first, second)
+
+
+def test_the_loss_scale_stays_when_an_optimizer_joins(tmp_path):
+    model, engine = offloaded(mlp, tmp_path, dtype="fp16", **NVME)
+    with engine:
+        options = {"loss_scale": infinity.LossScale(initial=8.0, interval=2)}
+        first = infinity.AdamW(two_parts(model)[0]["params"], **options)
+        engine.stats()
+        for step in range(3):
+            backward(model, step)
+            first.step()
+            first.zero_grad()
+        assert (engine.cycle.scaler.scale, engine.cycle.scaler.num_clean) == (16.0, 1)
+        second = infinity.AdamW(two_parts(model)[1]["params"], **options)
+        assert (engine.cycle.scaler.scale, engine.cycle.scaler.num_clean) == (16.0, 1)
+        backward(model, 3)
+        Both(first, second).step()
+        assert (engine.cycle.scaler.scale, engine.cycle.scaler.num_clean) == (32.0, 0)
 
 
 def test_an_optimizer_may_join_after_training_between_two_steps(tmp_path):
