@@ -42,7 +42,8 @@ def load_dcp(
     """Bring a model and its optimizer to the state of a DCP checkpoint, which FSDP2 or plain PyTorch wrote on any number of ranks.
 
     Reads the entries of [Note: entries of a DCP checkpoint], in any floating dtype. One name of a tied parameter is enough. The call ignores
-    entries other than model.* and optim.*. Moments start at zero without an optimizer, and for a parameter without moments in the checkpoint.
+    entries other than model.* and optim.*. Several optimizers of the model are a list of all. Moments start at zero without an
+    optimizer, and for a parameter without moments in the checkpoint.
     trust_pickle must be True: DCP stores metadata as a pickle, and reading a pickle may run code from the pickle's writer. `infinity` reads
     no other pickle. Call load_dcp on all ranks, which must see the same directory. Host memory: one record, one saved piece (with FSDP2 one
     rank's shard) per state of a parameter, and a second copy of the piece being read.

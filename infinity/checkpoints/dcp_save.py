@@ -40,7 +40,8 @@ def save_dcp(
     """Write a checkpoint for torch.distributed.checkpoint (DCP), which an FSDP2 or plain PyTorch model and its optimizer can load.
 
     See [Note: entries of a DCP checkpoint]. The other program calls m, o = get_state_dict(model, optimizer), then `dcp.load` into
-    {"model": m, "optim": o}, then set_state_dict with m and o. Without an optimizer, only model.* is written. The
+    {"model": m, "optim": o}, then set_state_dict with m and o. Without an optimizer, only model.* is written. Several optimizers of the
+    model are a list of all; their parameter groups follow each other in the order of creation. The
     checkpoint lacks the fp16 loss scale, the random number generators and schedulers; `infinity.save` has them. A tiled layer gets the
     largest step count of its tiles. Call save_dcp between step() and the next forward pass, on all ranks. All ranks must see the same
     directory, which is created with mode 0700. Training waits. Host memory: one record, and one part of a record in fp32.

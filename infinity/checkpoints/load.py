@@ -49,9 +49,11 @@ def load(
 
     The checkpoint may have another number of ranks, other chunks and tiers, and layers in other tiles of rows. Make the optimizer before
     this call, because the call starts the engine. Call load on all ranks. The call runs no code from the checkpoint.
+    optimizer: of the model; a list of all if there are several, in any order.
     Without an optimizer, weights, masters and buffers are loaded, and moments start at zero. The states of random number generators are set
     if the number of ranks equals that of the checkpoint. progress(done, total) counts bytes of this rank.
 
+    Raises UsageError if an optimizer of the model is missing.
     Raises CheckpointError for a checkpoint that is missing, damaged or from another model. The message names the differences or the
     damaged file. If the error comes before the first byte has changed, the model is unchanged. After a later error, load again.
     """
@@ -242,7 +244,7 @@ class _Load:
         if "rules" in saved:
             here, there = optimizers.names_of_rules, self._decoded_list(saved["rules"])
         if there != here:
-            names = [", ".join(map(str, dict.fromkeys(each))) for each in (there, here)]
+            names = [", ".join(dict.fromkeys(map(str, each))) for each in (there, here)]
             self._wrong.append(f"the checkpoint was saved by {names[0]}, expected {names[1]}; load without the optimizer to reset the moments")
 
     def _match_loose(self) -> None:
