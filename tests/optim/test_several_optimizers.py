@@ -263,7 +263,8 @@ def test_skips_and_added_groups_fit_updates_that_are_announced(dtype, tmp_path):
 
     def run(**places):
         model, engine = offloaded(lambda: mlp(40), tmp_path, dtype=dtype, update="deferred", **places)
-        first, middle, last = ([param for layer in part for param in layer.parameters()] for part in (model.layers[:10], model.layers[10:20], model.layers[20:]))
+        parts = model.layers[:10], model.layers[10:20], model.layers[20:]
+        first, middle, last = (list(part.parameters()) for part in parts)
         with engine:
             both = infinity.AdamW(first, lr=1e-2), infinity.AdamW(last, lr=2e-3)
             engine.stats()
