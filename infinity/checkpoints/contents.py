@@ -97,9 +97,11 @@ def values_of(state: TrainingState, put: Callable[[torch.Tensor], int], schedule
         "scaler": None,
         "extra": extra,
     }
-    if (optimizer := state.optimizer) is not None:
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        found["optimizer"] = {"rule": type(optimizer.rule).__name__, "groups": encode(groups, put_own, "a parameter group")}
+    if optimizers := state.optimizers:
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizers.param_groups]
+        found["optimizer"] = {"rule": type(optimizers.rule).__name__, "groups": encode(groups, put_own, "a parameter group")}
+        if len(optimizers.members) > 1:
+            found["optimizer"]["rules"] = optimizers.names_of_rules
     if (loss_scale := state.loss_scale) is not None:
         found["scaler"] = dict(zip(("scale", "num_clean"), loss_scale))
     return found

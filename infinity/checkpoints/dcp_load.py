@@ -10,7 +10,7 @@ import io
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,12 +33,17 @@ _OTHER_ARITHMETIC = ("amsgrad", "maximize", "decoupled_weight_decay")  # options
 
 
 def load_dcp(
-    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, trust_pickle: bool = False
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    trust_pickle: bool = False,
 ) -> None:
     """Bring a model and its optimizer to the state of a DCP checkpoint, which FSDP2 or plain PyTorch wrote on any number of ranks.
 
     Reads the entries of [Note: entries of a DCP checkpoint], in any floating dtype. One name of a tied parameter is enough. The call ignores
-    entries other than model.* and optim.*. Moments start at zero without an optimizer, and for a parameter without moments in the checkpoint.
+    entries other than model.* and optim.*. Several optimizers of the model are a list of all. Moments start at zero without an
+    optimizer, and for a parameter without moments in the checkpoint.
     trust_pickle must be True: DCP stores metadata as a pickle, and reading a pickle may run code from the pickle's writer. `infinity` reads
     no other pickle. Call load_dcp on all ranks, which must see the same directory. Host memory: one record, one saved piece (with FSDP2 one
     rank's shard) per state of a parameter, and a second copy of the piece being read.
@@ -215,7 +220,7 @@ class _LoadDcp:
                 found = torch.empty(value.shape, dtype=value.dtype, device="cpu")
                 _Tensor(self.saved, "loose", f"model.{name}").read((0,) * value.dim(), tuple(value.shape), found)
                 value.copy_(found)
-        for group, found in zip(state.optimizer.param_groups if self._groups else (), self._groups):
+        for group, found in zip(state.optimizers.param_groups if self._groups else (), self._groups):
             group.update(found)
 
     def _fill(self, shard: dict[str, torch.Tensor], piece: Piece) -> None:
@@ -278,7 +283,7 @@ class _LoadDcp:
             return
         steps: dict[str, str] = {}
         for whole in self.names.wholes:
-            rule = self.state.rule_of(whole.parts[0].group) if whole.is_updated else self.state.optimizer.rule
+            rule = self.state.rule_of(whole.parts[0].group) if whole.is_updated else self.state.optimizers.rule
             moments = moment_names(rule)
             states = (*moments.values(), "step")
             prefix = next((p for name in whole.names if any((p := f"optim.state.{name}.") + n in entries for n in states)), None)
@@ -308,15 +313,15 @@ class _LoadDcp:
 
     def _match_groups(self) -> None:
         """Compare the parameter groups, and keep the hyper-parameters of the checkpoint for `run`."""
-        optimizer = self.state.optimizer
+        optimizers = self.state.optimizers
         paths = {name: name.split(".", 3) for name in self.saved.entries if name.startswith("optim.param_groups.")}
         paths = {name: path for name, path in paths.items() if len(path) == 4 and path[2].isdigit() and "." not in path[3]}
         self._known.update(paths)
         there: list[dict] = [{} for _ in range(1 + max((int(path[2]) for path in paths.values()), default=-1))]
         for name, value in self.saved.small(paths).items():
             there[int(paths[name][2])][paths[name][3]] = plain(value)
-        if len(there) != len(optimizer.param_groups):
-            self._wrong.append(f"{len(there)} parameter groups in the checkpoint, {len(optimizer.param_groups)} in the optimizer")
+        if len(there) != len(optimizers.param_groups):
+            self._wrong.append(f"{len(there)} parameter groups in the checkpoint, {len(optimizers.param_groups)} in the optimizer")
             return
         group_of = {name: index for index, group in enumerate(there) for name in group.get("params", ())}
         for whole in self.names.wholes:
@@ -324,7 +329,8 @@ class _LoadDcp:
             if whole.is_updated and found != whole.parts[0].group:
                 where = f"parameter group {found}" if found is not None else "no parameter group"
                 self._wrong.append(f"{whole.names[0]} is in {where} in the checkpoint, in group {whole.parts[0].group} of the optimizer")
-        for index, (group, found) in enumerate(zip(optimizer.param_groups, there)):
+        for index, (group, found) in enumerate(zip(optimizers.param_groups, there)):
+            optimizer = optimizers.owner_of(group)
             rule = optimizer.rule_of(group)
             defaults = defaults_of_torch(rule)
             for name in _OTHER_ARITHMETIC:

@@ -16,7 +16,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,14 @@ from infinity.errors import CheckpointError
 from infinity.plan.packing import Piece
 
 
-def save_dcp(path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def save_dcp(
+    path: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+) -> None:
     """Write a checkpoint for torch.distributed.checkpoint (DCP), which an FSDP2 or plain PyTorch model and its optimizer can load.
 
     See [Note: entries of a DCP checkpoint]. The other program calls m, o = get_state_dict(model, optimizer), then `dcp.load` into
-    {"model": m, "optim": o}, then set_state_dict with m and o. Without an optimizer, only model.* is written. The
+    {"model": m, "optim": o}, then set_state_dict with m and o. Without an optimizer, only model.* is written. Several optimizers of the
+    model are a list of all; their parameter groups follow each other in the order of creation. The
     checkpoint lacks the fp16 loss scale, the random number generators and schedulers; `infinity.save` has them. A tiled layer gets the
     largest step count of its tiles. Call save_dcp between step() and the next forward pass, on all ranks. All ranks must see the same
     directory, which is created with mode 0700. Training waits. Host memory: one record, and one part of a record in fp32.
@@ -174,13 +177,13 @@ class _Planner(dcp.DefaultSavePlanner):
             self._add(items, paths, ("model", name), value)
 
     def _add_optimizer(self, items: list, paths: dict) -> None:
-        optimizer = self.state.optimizer
+        optimizers = self.state.optimizers
         for whole in self.names.wholes:
             if whole.is_updated and moments_of(self.state, whole):
                 step = float(max(self.state.num_updates(info.index) for info in whole.parts))
                 self._add(items, paths, ("optim", "state", whole.names[0], "step"), torch.tensor(step, dtype=torch.float32, device="cpu"))
-        for index, group in enumerate(optimizer.param_groups):
-            values = defaults_of_torch(optimizer.rule_of(group)) | {name: plain(value) for name, value in group.items() if name != "params"}
+        for index, group in enumerate(optimizers.param_groups):
+            values = defaults_of_torch(optimizers.rule_of(group)) | {name: plain(value) for name, value in group.items() if name != "params"}
             for name, value in (values | {"params": self.names.of_group(group["params"])}).items():
                 self._add(items, paths, ("optim", "param_groups", index, name), value)
 

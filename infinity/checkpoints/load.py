@@ -15,7 +15,7 @@ import math
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from infinity.system.interrupts import Shield
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     scheduler: Any = None,
     progress: Progress | None = None,
@@ -49,9 +49,11 @@ def load(
 
     The checkpoint may have another number of ranks, other chunks and tiers, and layers in other tiles of rows. Make the optimizer before
     this call, because the call starts the engine. Call load on all ranks. The call runs no code from the checkpoint.
+    optimizer: of the model; a list of all if there are several, in any order.
     Without an optimizer, weights, masters and buffers are loaded, and moments start at zero. The states of random number generators are set
     if the number of ranks equals that of the checkpoint. progress(done, total) counts bytes of this rank.
 
+    Raises UsageError if an optimizer of the model is missing.
     Raises CheckpointError for a checkpoint that is missing, damaged or from another model. The message names the differences or the
     damaged file. If the error comes before the first byte has changed, the model is unchanged. After a later error, load again.
     """
@@ -90,7 +92,7 @@ def _load(state: TrainingState, path: str | os.PathLike, optimizer, scheduler, p
         with state.loading():
             state.ranks.together(lambda: loading.run(progress, shield))
         if optimizer is not None:  # without an optimizer, the moments are not those of the checkpoint
-            state.optimizer.refer_to({"checkpoint": os.path.abspath(path), "folder": checkpoint.manifest.folder})
+            state.optimizers.refer_to({"checkpoint": os.path.abspath(path), "folder": checkpoint.manifest.folder})
         return Loaded(checkpoint.manifest.step, loading.extra, checkpoint.manifest.world)
     finally:
         checkpoint.close()
@@ -113,7 +115,7 @@ class _Load:
         self.state = state
         self.chunks = state.chunks
         self.checkpoint = checkpoint
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.scheduler = scheduler
         self.with_states = optimizer is not None
         self.manifest = checkpoint.manifest
         self._wrong: list[str] = []
@@ -211,18 +213,16 @@ class _Load:
         if manifest.optimizer is None:
             self._wrong.append("the checkpoint has no optimizer state; load without the optimizer, and moments start at zero")
             return
-        here, there = type(state.optimizer.rule).__name__, manifest.optimizer.get("rule")
-        if there != here:
-            self._wrong.append(f"the checkpoint was saved by {there}, expected {here}; load without the optimizer to reset the moments")
+        self._match_rules()
         self._groups = self._decoded_list(manifest.optimizer.get("groups"))
-        num_groups = len(state.optimizer.param_groups)
+        num_groups = len(state.optimizers.param_groups)
         if len(self._groups) != num_groups:
             self._wrong.append(f"{len(self._groups)} parameter groups in the checkpoint, {num_groups} in the optimizer")
-        for index, (group, found) in enumerate(zip(state.optimizer.param_groups, self._groups)):
+        for index, (group, found) in enumerate(zip(state.optimizers.param_groups, self._groups)):
             try:
                 if not isinstance(found, dict) or "params" in found or not all(isinstance(name, str) for name in found):
                     raise ConfigError("expected a dict of hyper-parameters")
-                state.optimizer.hyper_parameters({**group, **found})
+                state.optimizers.owner_of(group).hyper_parameters({**group, **found})
             except ConfigError as error:
                 self._wrong.append(f"parameter group {index} of the checkpoint: {error}")
         for here, sources in zip(self.parameters, self._sources):
@@ -236,6 +236,16 @@ class _Load:
                 self._wrong.append(f"{here.name} has moments {names[0]} in the optimizer and {names[1]} in the checkpoint")
             elif there.group != here.group:
                 self._wrong.append(f"{here.name} is in parameter group {there.group} in the checkpoint, in {here.group} in the optimizer")
+
+    def _match_rules(self) -> None:
+        """Compare the rules of all groups if the checkpoint has them, and otherwise the rule of the only optimizer."""
+        optimizers, saved = self.state.optimizers, self.manifest.optimizer
+        here, there = [type(optimizers.rule).__name__], [saved.get("rule")]
+        if "rules" in saved:
+            here, there = optimizers.names_of_rules, self._decoded_list(saved["rules"])
+        if there != here:
+            names = [", ".join(dict.fromkeys(map(str, each))) for each in (there, here)]
+            self._wrong.append(f"the checkpoint was saved by {names[0]}, expected {names[1]}; load without the optimizer to reset the moments")
 
     def _match_loose(self) -> None:
         """Compare buffers, and parameters that the engine does not manage."""
@@ -289,7 +299,7 @@ class _Load:
             if name in self._extra_state:
                 module.set_extra_state(self._extra_state[name])
         if self.with_states:
-            for group, found in zip(self.optimizer.param_groups, self._groups, strict=True):
+            for group, found in zip(self.state.optimizers.param_groups, self._groups, strict=True):
                 group.update(found)
         if self._scale is not None:
             self.state.loss_scale = float(self._scale[0]), self._scale[1]

@@ -51,7 +51,7 @@ PATIENCE_S = 10.0  # the longest time that a checkpoint waits for a step to brin
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     scheduler: Any = None,
     extra: object = None,
@@ -63,6 +63,7 @@ def save(
 
     A checkpoint holds weights, masters, moments, step counts, hyper-parameters, the loss scale, and all ranks' random number generators
     (torch, CUDA, numpy, random). Buffers and the scheduler's state_dict() come from rank 0.
+    optimizer: of the model; a list of all if there are several, in any order.
     extra: numbers, strings, bytes, tensors, arrays, and lists, tuples and dicts of them; pass long lists as tensors or arrays. All ranks
     must pass the same value, such as the states of all ranks' data loaders.
 
@@ -74,6 +75,7 @@ def save(
     least memory is two buffers of at most 16 MiB.
     progress(done, total), in bytes of this rank, is called during `wait`.
 
+    Raises UsageError between backward() and step(), or if an optimizer of the model is missing.
     Raises CheckpointError for a value that cannot be saved, or for a full disk; SwapError (an OSError) if the disk fails. The old
     checkpoint stays then.
     """
@@ -82,8 +84,7 @@ def save(
         state.ready_to_save(optimizer)
         nbytes = parse_budget(host_memory) if parse_bytes(host_memory) else 0
         saving = state.shielded(lambda shield: Saving(state, checked_path(path), scheduler, extra, nbytes))
-        if state.optimizer is not None:
-            state.optimizer.refer_to({"checkpoint": str(saving.path.absolute()), "folder": saving.folder}, saving.reader.wait)
+        state.optimizers.refer_to({"checkpoint": str(saving.path.absolute()), "folder": saving.folder}, saving.reader.wait)
         if wait:
             saving.wait(progress)
     return saving

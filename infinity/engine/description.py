@@ -158,6 +158,8 @@ def describe(model: nn.Module) -> Description:
     """
     engine = engine_of(model)
     engine.lifecycle.check_open()
+    if engine.optimizers:
+        engine.start()
     if not engine.has_started:
         raise UsageError("infinity.describe: the engine has not started. Create the optimizer first: the plan depends on it.")
     return description_of(engine)
@@ -219,7 +221,7 @@ def _main_record(records: list[Record]) -> Record:
 def _step(engine) -> Step:
     config, placement = engine.config, engine.placement
     return Step(
-        num_passes=engine.optimizer.accumulation_steps if engine.optimizer is not None else 1,
+        num_passes=engine.optimizers.accumulation_steps if engine.optimizers else 1,
         device_nbytes=placement.expected_nbytes,
         deferred=engine.updater.deferred,
         keep=config.residency == "auto",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import engines
+from infinity.engine import engines, optimizer_changes
 from infinity.engine.access.lifecycle import Lifecycle
 from infinity.engine.access.parameter_values import InitialValues, ParameterValues
 from infinity.engine.access.save_window import finish_reading
@@ -27,9 +27,10 @@ from infinity.engine.description import tell_start
 from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_wrappers, watch_replicas
-from infinity.engine.sizing import Training, records_may_visit
+from infinity.engine.sizing import Training
 from infinity.engine.stats import EngineStats, stats_of
-from infinity.engine.steps.refusals import has_optimizer, planned_otherwise
+from infinity.engine.steps.joined_optimizers import JoinedOptimizers
+from infinity.engine.steps.optimizer_calls import step_of, zero_grad_of
 from infinity.engine.steps.step_cycle import StepCycle
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.assignment import ParameterDtypes, floating_parameters
@@ -38,7 +39,6 @@ from infinity.model.leaf_modules import note_region
 from infinity.model.parameters import NotCopied, is_open, owner_of, set_owner
 from infinity.model.shared_parameters import part_versions, refuse_shared
 from infinity.model.state_dict import Facade
-from infinity.optim.loss_scale import LossScale, Scaler
 from infinity.system import interrupts
 from infinity.system.capacity import device_of, gauge_of
 from infinity.system.dropped_objects import close_with
@@ -86,7 +86,7 @@ class Engine(NotAModule, NotCopied):
         self.events = Events(tracing=config.trace)
         if config.trace:
             self.events.timeline = timeline_of(self.device, self.events)
-        self.optimizer = None
+        self.optimizers = JoinedOptimizers()
         self._model = weakref.ref(model)
         self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
@@ -215,31 +215,15 @@ class Engine(NotAModule, NotCopied):
     # Calls from the optimizer.
 
     def attach(self, optimizer) -> None:
-        """Take the optimizer, and the group of each parameter. A second optimizer replaces the first one if the model is not trained yet."""
-        before = self.optimizer
-        if before is not None and self.cycle.has_trained:
-            raise UsageError(has_optimizer(before.made_at))
-        self.optimizer = optimizer
-        try:
-            scales_loss = self.dtypes.needs_loss_scale
-            training = Training.of(optimizer, self.config, scales_loss=scales_loss)
-            if self.has_started and not training.has_the_records_of(self.training, (param for _, param in self._named)):
-                raise UsageError(planned_otherwise(before.made_at if before else None))
-            if optimizer.loss_scale is not None and not scales_loss:
-                raise ConfigError(f"loss_scale with dtype={self.config.dtype!r}: only fp16 gradients need a loss scale; leave it out")
-            scaler = Scaler(optimizer.loss_scale or LossScale(), self.ranks.world) if scales_loss else None
-            self.start()
-        except BaseException:
-            self.optimizer = before
-            raise
-        if before is not None:
-            before.be_replaced(optimizer.made_at)
-        self.cycle.attach(optimizer, scaler)
-        if records_may_visit(self.config, self.layout):
-            self.device_budget.hold_records()
-        groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        for state in self.registry.params:
-            state.group = groups.get(id(state.param))
+        """Take an optimizer: see `optimizer_changes.attach`."""
+        optimizer_changes.attach(self, optimizer)
+
+    def add_groups(self, optimizer, groups: list[dict]) -> None:
+        """Take new parameter groups of an optimizer: see `optimizer_changes.add_groups`."""
+        optimizer_changes.add_groups(self, optimizer, groups)
+
+    def set_optimizers(self, optimizers: JoinedOptimizers) -> None:
+        self.optimizers = optimizers
 
     def adopt(self) -> None:
         """Take all parameters that the model has now, also later ones such as adapters. Only before the start."""
@@ -254,28 +238,45 @@ class Engine(NotAModule, NotCopied):
 
     @uninterrupted
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, optimizer) -> None:
+        """step() of one optimizer: [Note: one step of several optimizers] in optimizer_calls.py."""
         self.lifecycle.check_open()
-        if self.has_started:
-            self.calls.loss.refuse("step()")
-            if not self.cycle.has_stepped:
-                refuse_trainers(self)
+        self.start()
+        self.calls.loss.refuse("step()")
+        if not self.cycle.has_stepped:
+            refuse_trainers(self)
         self.lifecycle.note_step()
         life = self._life()  # keeps the model alive: the engine must not close during the step
         interrupts.guard()
         if self.saving is not None:
             self.saving.pass_step()
         with self.turn:  # no forward pass of another thread begins during the step
-            self.cycle.step()
+            is_over = step_of(self.cycle, optimizer)
         del life
+        if is_over:
+            self._note_end_of_step()
+
+    @uninterrupted
+    @torch.no_grad()
+    def zero_grad(self, optimizer) -> None:
+        """zero_grad() of one optimizer. If others have called step(), this optimizer skips the step."""
+        if self.has_started and not self.is_closed:
+            self.calls.loss.refuse("zero_grad()")
+            with self.turn if self.cycle.optimizer_calls.wait else contextlib.nullcontext():
+                is_over = zero_grad_of(self.cycle, optimizer)
+            if is_over:
+                self._note_end_of_step()
+
+    def _note_end_of_step(self) -> None:
+        self.optimizers.refer_to(None)
         self.freed.give_back_after_step()
         self.ranks.count_step()
 
-    @uninterrupted
-    def zero_grad(self) -> None:
-        if self.has_started and not self.is_closed:
-            self.calls.loss.refuse("zero_grad()")
-            self.cycle.zero_grad()
+    @property
+    def optimizer(self):
+        """The optimizer, a tuple of several, or None without one. `infinity.save` and `infinity.load` take all three."""
+        members = self.optimizers.members
+        return members if len(members) > 1 else members[0] if members else None
 
     @property
     def activations(self) -> Activations | None:
@@ -306,6 +307,7 @@ class Engine(NotAModule, NotCopied):
         except BaseException as error:
             self.ranks.report(error, "start: ")
             raise
+        optimizer_changes.give(self)
 
     def _set_up(self) -> None:
         model = self._model()
@@ -316,7 +318,7 @@ class Engine(NotAModule, NotCopied):
         part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
-        training = Training.of(self.optimizer, self.config, scales_loss=self.dtypes.needs_loss_scale)
+        training = Training.of(self.optimizers, self.config, scales_loss=self.dtypes.needs_loss_scale)
         self.training = training
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
@@ -331,8 +333,8 @@ class Engine(NotAModule, NotCopied):
             self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
             self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(parts.give_up)
-            if self.optimizer is not None:
-                self.updater.rehearse(self.optimizer)
+            if self.optimizers:
+                self.updater.rehearse(self.optimizers)
             self._let_go(model, parts.ahead)
         except BaseException as error:
             self.lifecycle.note_failed_start(error)
@@ -349,7 +351,8 @@ class Engine(NotAModule, NotCopied):
         """The hook before the first forward pass of the model."""
         if torch.is_grad_enabled():
             refuse_trainers(self)
-            refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad])
+            ours = {id(param) for group in self.optimizers.param_groups for param in group["params"]}
+            refuse_optimizers([(name, param) for name, param in self._named if param.requires_grad and id(param) not in ours])
         self.start()
         self.hooks.op_hooks.end_call(module)
         return self.hooks._before(module, args, kwargs)

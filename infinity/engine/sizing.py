@@ -71,17 +71,17 @@ class Training:
 
     @classmethod
     def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
-        """The properties for an optimizer; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
+        """The properties for an optimizer or for joined ones; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
         deferred = is_deferred(optimizer, config, scales_loss=scales_loss)
-        if optimizer is None:
+        if not optimizer:
             return cls(deferred=deferred, accumulating=False)
-        rules = {id(param): optimizer.rule_of(group) for group in optimizer.param_groups for param in group["params"]}
+        rules = {id(param): rule for group in optimizer.param_groups for rule in [optimizer.rule_of(group)] for param in group["params"]}
         return cls(deferred=deferred, accumulating=optimizer.accumulation_steps > 1, rule=optimizer.rule, rules=rules)
 
 
 def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
     """Whether updates wait for step(). Raises ConfigError if they must wait, but the configuration has update="backward"."""
-    clips = optimizer is not None and optimizer.max_grad_norm is not None
+    clips = bool(optimizer) and optimizer.max_grad_norm is not None
     if config.update == "auto":
         return scales_loss or config.watches_nonfinite or clips
     if config.update == "backward" and clips:

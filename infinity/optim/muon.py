@@ -119,11 +119,8 @@ class Muon(Optimizer):
         self._adamw = AdamRule(decoupled=True)
         of_muon = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         of_adamw = _OF_ADAMW | ({"lr": lr} if adjust_lr_fn == "match_rms_adamw" else {}) | dict(adamw or {})
-        groups = [
-            {**(of_muon if is_muon else of_adamw), **group, "params": members, "muon": is_muon}
-            for group in _as_groups(params)
-            for is_muon, members in _divided(group)
-        ]
+        self._hypers = {True: of_muon, False: of_adamw}  # by "muon" of a group
+        groups = [part for group in _as_groups(params) for part in self._parts(group)]
         defaults = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "muon": True}
         defaults |= of_muon | {"betas": of_adamw["betas"]}
         options = {"max_grad_norm": max_grad_norm, "accumulation_steps": accumulation_steps, "loss_scale": loss_scale}
@@ -131,6 +128,12 @@ class Muon(Optimizer):
 
     def rule_of(self, group):
         return self.rule if group["muon"] else self._adamw
+
+    def _divide(self, group):
+        return [part for each in _as_groups([group]) for part in self._parts(each)]
+
+    def _parts(self, group: dict) -> list[dict]:
+        return [{**self._hypers[is_muon], **group, "params": members, "muon": is_muon} for is_muon, members in _divided(group)]
 
 
 def _as_groups(params: ParamsT) -> Iterator[dict]:

@@ -81,17 +81,13 @@ class Optimizer(torch.optim.Optimizer):
         self._names = tuple(defaults)
         super().__init__(params, {name: _tuples(value) for name, value in defaults.items()})
         self.state = States()
-        try:
-            for group, hyper in zip(self.param_groups, self.snapshot()):
-                check_rule(self.rule_of(group), hyper)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        engines = {id(engine): engine for param in self._parameters() if (engine := self._engine_of(param))}
+        self._check_rules(self.param_groups)
+        engines = self._engines_of(self.param_groups)
         if not engines:
             raise ConfigError("no parameter of the optimizer can be updated; pass the trainable parameters")
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
-        (self._engine,) = engines.values()
+        (self._engine,) = engines
         self.made_at, self._replaced_by = _caller(), None
         self._engine.attach(self)
 
@@ -100,7 +96,10 @@ class Optimizer(torch.optim.Optimizer):
         return self.rule
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step."""
+        """Update every parameter that has a gradient. Raises UsageError without a backward pass since the last step.
+
+        If the model has several optimizers, the updates begin when each has called step().
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -108,13 +107,16 @@ class Optimizer(torch.optim.Optimizer):
         self._require_in_force("step()")
         self.snapshot()
         self._saved = None
-        self._engine.step()
+        self._engine.step(self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step() has used. Gradients of the last step() stay, because their updates may still run."""
+        """Drop gradients that no step() has used. Gradients of the last step() stay, because their updates may still run.
+
+        If other optimizers of the model call step(), and this one calls only zero_grad(), its parameters skip the step.
+        """
         self._require_in_force("zero_grad()")
-        self._engine.zero_grad()
+        self._engine.zero_grad(self)
 
     def _require_in_force(self, what: str) -> None:
         """Raise UsageError if the engine has another optimizer now."""
@@ -126,9 +128,39 @@ class Optimizer(torch.optim.Optimizer):
         self._replaced_by = made_at
 
     def add_param_group(self, param_group: dict) -> None:
-        if getattr(self, "_engine", None) is not None:
-            raise UsageError("parameter groups are fixed once the optimizer is made; give all of them to its constructor")
-        super().add_param_group(param_group)
+        """Add a group, before the engine starts or between two steps. After the start, the parameters must have been trainable when the
+        engine started, and have records with the moments of the group's rule: those of the optimizer's own rule, unless a group had them.
+
+        Raises ConfigError for wrong hyper-parameters, and for parameters that are in no engine or in another optimizer. Raises UsageError for
+        parameters without such records, and between a backward pass and step().
+        """
+        if getattr(self, "_engine", None) is None:  # a call of the constructor
+            return super().add_param_group(param_group)
+        self._require_in_force("add_param_group()")
+        number = len(self.param_groups)
+        try:
+            for group in self._divide(param_group):
+                super().add_param_group(group)
+            added = self.param_groups[number:]
+            self._check_rules(added)
+            if any(engine is not self._engine for engine in self._engines_of(added)):
+                raise ConfigError("the parameters of the new group belong to another engine; make an optimizer for that engine")
+            self._engine.add_groups(self, added)
+        except BaseException:
+            del self.param_groups[number:]
+            raise
+
+    def _divide(self, group: dict) -> list[dict]:
+        """A new parameter group, as the groups that the optimizer has for it."""
+        return [group]
+
+    def _check_rules(self, groups: list[dict]) -> None:
+        """Raise ConfigError for hyper-parameters out of range, and for rules that do not keep their promises."""
+        try:
+            for group in groups:
+                check_rule(self.rule_of(group), self.hyper_parameters(group))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def refer_to(self, checkpoint: dict | None, wait: Callable[[], object] = lambda: None) -> None:
         """Note the checkpoint that holds this state until the next step(), as plain data; None: no checkpoint. The checkpoint is complete
@@ -159,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
         state = state_dict.get("state")
         if (reference := state_dict.get(REFERENCE)) is not None:
             if self._saved is None or reference != self._saved[0]:
-                _follow(reference, self._engine.model, self)
+                _follow(reference, self._engine.model, self._engine.optimizer)
         elif not isinstance(state, States) and state:
             raise UsageError(f"the optimizer's states live in the engine's tiers and are not loaded from a dict: {REMEDY}")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != REFERENCE} | {"state": {}})
@@ -189,10 +221,11 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("; ".join(wrong))
         return found
 
-    def _parameters(self):
-        """Parameters that can be updated. Excluded: parameters without elements, and frozen ones that are not floating-point."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        return [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
+    def _engines_of(self, groups: list[dict]) -> list:
+        """The engines of parameters that can be updated. Excluded: parameters without elements, and frozen ones that are not floating-point."""
+        params = [param for group in groups for param in group["params"]]
+        params = [param for param in params if param.numel() and (param.is_floating_point() or param.requires_grad)]
+        return list({id(engine): engine for param in params if (engine := self._engine_of(param))}.values())
 
     def _engine_of(self, param):
         engine, joined = owner_of(param), None

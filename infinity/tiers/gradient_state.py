@@ -143,6 +143,10 @@ class GradientState:
         """This job sums the squares of the present gradient."""
         self.squares = job
 
+    def leave_out(self, params: set[int]) -> None:
+        """The update changes none of these parameters, although their gradients have arrived."""
+        self.received -= params
+
     def clear(self) -> None:
         """The gradient was used or dropped. The next arrival is a first one."""
         if self.place is not ABSENT:

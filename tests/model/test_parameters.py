@@ -1053,11 +1053,12 @@ def test_a_module_added_after_the_start_is_refused(tmp_path):
             infinity.AdamW(model.parameters())
 
 
-def test_parameters_for_the_optimizer_after_the_start_are_refused(tmp_path):
+def test_a_group_with_a_parameter_from_after_the_start_is_refused(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         register_parameter(model)
-        with pytest.raises(UsageError, match="groups are fixed once the optimizer is made; give all of them to its constructor"):
+        with pytest.raises(ConfigError, match=r"late, of shape .* became the model's after .* before infinity.offload"):
             optimizer.add_param_group({"params": [model.late]})
+        assert len(optimizer.param_groups) == 1
 
 
 def test_uninitialized_lazy_modules_are_refused(tmp_path):

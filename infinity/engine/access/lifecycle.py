@@ -71,7 +71,7 @@ class Lifecycle:
         """Whether another thread made the last step, or began the first one, and may make more."""
         here = threading.current_thread()
         trains = self._training_thread
-        if trains is None and self.has_started and self._cycle.optimizer is not None:
+        if trains is None and self.has_started and self._cycle.optimizers:
             trains = self._cycle.calls.thread
         if self._model() is None:  # no thread can train a dropped model, and closing waits for no thread
             return False

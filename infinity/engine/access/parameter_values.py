@@ -70,6 +70,10 @@ class ParameterValues:
         self.registry, self.values, self.weights = parts.registry, parts.values, parts.weights
         self.cycle, self.calls = cycle, cycle.calls
 
+    def trained(self) -> dict[int, str]:
+        """Names of the parameters that train now, by id."""
+        return {id(param): name for name, param in self._named if param.requires_grad}
+
     def manages(self, param: torch.Tensor) -> bool:
         return id(param) in self._indices
 

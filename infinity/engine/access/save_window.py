@@ -26,7 +26,7 @@ def ready_to_save(engine, optimizer) -> None:
     if cycle.torn:
         raise UsageError("infinity.save after a backward pass that failed half-way: weights are of two steps. Load a checkpoint first")
     cycle.refuse_half_updated("infinity.save")
-    if cycle.state.num_backwards or cycle.state.in_backward:
+    if cycle.state.num_backwards or cycle.state.in_backward or cycle.optimizer_calls.wait:
         raise UsageError("infinity.save between backward() and step(): gradients are not saved. Save after step().")
     if (failure := finish_reading(engine.saving)) is not None:
         raise failure
@@ -50,12 +50,11 @@ def loading(engine):
     """All records are replaced inside the block. The engine forgets gradients and updates from before."""
     engine.flush()
     engine.updater.end_step()
-    engine.zero_grad()
+    engine.cycle.zero_grad()
     for chunk in engine.registry.chunks:
         engine.cycle.updates.make_stale(chunk)
     engine.last_save = None
-    if engine.optimizer is not None:
-        engine.optimizer.refer_to(None)
+    engine.optimizers.refer_to(None)
     with engine.cycle.replacing():
         yield
 
@@ -86,7 +85,7 @@ def finish_reading(reader: SnapshotReader | None) -> BaseException | None:
 
 def _enter(engine, optimizer, what: str) -> None:
     engine.lifecycle.check_access(what)
-    if optimizer is not None and optimizer is not engine.optimizer:
-        raise UsageError(f"{what}: the optimizer is not that of this model")
+    if optimizer is not None:
+        engine.optimizers.require_all(what, optimizer)
     engine.start()
     engine.calls.refuse_running(what)

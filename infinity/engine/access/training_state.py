@@ -15,6 +15,7 @@ from torch import nn
 from infinity.engine.access import save_window
 from infinity.engine.access.snapshot_reader import SnapshotReader
 from infinity.engine.engines import engine_of
+from infinity.engine.steps.joined_optimizers import JoinedOptimizers
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.optim.rules import Rule
 from infinity.optim.shard import Shard
@@ -26,7 +27,7 @@ from infinity.system.interrupts import Shield
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """One parameter. group: the index of its parameter group, or None."""
+    """One parameter. group: the index of its parameter group, counted over all optimizers, or None."""
 
     index: int
     name: str
@@ -79,8 +80,9 @@ class TrainingState:
         return self._engine.model
 
     @property
-    def optimizer(self):
-        return self._engine.optimizer
+    def optimizers(self) -> JoinedOptimizers:
+        """All optimizers of the engine, as one with all their parameter groups. False without an optimizer."""
+        return self._engine.optimizers
 
     @property
     def layout(self) -> Layout:
@@ -92,8 +94,8 @@ class TrainingState:
         return self._engine.training.rule.moments
 
     def rule_of(self, group: int) -> Rule:
-        """The update rule of a parameter group of the optimizer."""
-        return self.optimizer.rule_of(self.optimizer.param_groups[group])
+        """The update rule of a parameter group. Groups are counted over all optimizers."""
+        return self.optimizers.rule_of(self.optimizers.param_groups[group])
 
     @property
     def parameters(self) -> list[ParameterInfo]:

@@ -69,8 +69,9 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     if not callable(loss):
         raise ConfigError(f"infinity.accumulate: loss is a {type(loss).__name__}, expected a function loss(model, micro_batch)")
     engine, micro_batches = _engine(model), _listed(micro_batches)
-    if engine.optimizer is None:
+    if not engine.optimizers:
         raise UsageError("infinity.accumulate needs an optimizer: make infinity.AdamW(..., accumulation_steps=2) first")
+    engine.start()
     if not micro_batches:
         raise ConfigError("infinity.accumulate: there are no micro-batches")
     if len(micro_batches) > 1 and not engine.training.accumulating:

@@ -246,14 +246,16 @@ class BackwardPasses:
     @property
     def num_passes(self) -> int:
         """Backward passes of the current step."""
-        return 1 if self.state.kind is StepKind.ACCUMULATE else self.cycle.passes.num_passes(self.cycle.optimizer.accumulation_steps)
+        return 1 if self.state.kind is StepKind.ACCUMULATE else self.cycle.passes.num_passes(self.cycle.optimizers.accumulation_steps)
 
     def _why_not_train(self, state: ParameterState | None = None) -> str | None:
         """The message that refuses a gradient now, or a gradient of this parameter; None if gradients are allowed."""
-        if self.cycle.optimizer is None:
+        if not self.cycle.optimizers:
             return no_optimizer(state.name if state else "a parameter")
         if self.state.damage is Damage.WEIGHTS:
             return TORN
+        if (refusal := self.cycle.optimizer_calls.why_no_pass(has_gradients=self.state.num_backwards > 0)) is not None:
+            return refusal
         if self.param_grads.are_of_last_step:
             return NOT_DROPPED
         if self.param_grads.factor != 1.0:
@@ -265,6 +267,8 @@ class BackwardPasses:
     def _expect_gradients(self) -> None:
         """The backward pass belongs to the step: predict the gradients, and the updates that begin in this pass."""
         cycle, number = self.cycle, self.state.num_backwards
+        if not number:
+            cycle.optimizer_calls.begin_gradients()
         last = number + 1 == self.num_passes
         in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
         self.updates.expect(cycle.hyper() if last and in_backward and not cycle.needs_norm else None)

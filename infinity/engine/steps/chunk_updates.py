@@ -35,6 +35,7 @@ from __future__ import annotations
 import torch
 
 from infinity.engine.steps.gradient_norm import GradientNorm
+from infinity.engine.steps.joined_optimizers import JoinedOptimizers
 from infinity.engine.steps.refusals import too_late_to_clip
 from infinity.errors import UsageError
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
@@ -199,12 +200,28 @@ class ChunkUpdates:
         for chunk in dropped:
             self.gradients.drop(chunk)
 
+    def leave_out(self, ready: list[ChunkState], groups: set[int]) -> list[ChunkState]:
+        """Drop the gradients of some parameter groups, whose optimizers skip the step. Returns the chunks with other gradients."""
+        if not groups:
+            return ready
+        self.updater.drain()  # sums of squares
+        found = []
+        for chunk in ready:
+            self.gradients.wait_for(chunk)
+            params = {param for param in chunk.gradient.received if self.registry.params[param].group in groups}
+            if params == chunk.gradient.received:
+                self.gradients.drop(chunk)
+            else:
+                chunk.gradient.leave_out(params)
+                found.append(chunk)
+        return found
+
     # Refusals.
 
-    def refuse_late(self, optimizer) -> None:
+    def refuse_late(self, optimizers: JoinedOptimizers) -> None:
         """Raise UsageError if updates may have begun: the norm of all gradients must be known before the first update."""
         if self.early_hyper is not None and not self._all_on_device:
-            raise UsageError(too_late_to_clip(type(optimizer).__name__, optimizer.made_at))
+            raise UsageError(too_late_to_clip(optimizers.kind, optimizers.made_at))
 
     def refuse_changed(self, hyper: Hyper) -> None:
         """Raise UsageError if the backward pass has begun updates with other hyper-parameters than these."""

@@ -22,7 +22,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Raises ConfigError for a model that is in no engine, UsageError unless its optimizer was made with accumulation_steps=2 or more.
     """
     engine = engine_of(model)
-    if engine.optimizer is None or not engine.training.accumulating:
+    if engine.optimizers:
+        engine.start()
+    if not engine.optimizers or not engine.training.accumulating:
         raise UsageError(
             "infinity.no_sync with an optimizer of one backward pass a step: the engine has planned no memory for sums of gradients. Make "
             "the optimizer with accumulation_steps=2 or more. With infinity.no_sync, a step may then have any number of passes."

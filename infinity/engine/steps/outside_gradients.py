@@ -61,6 +61,14 @@ def is_returned(param: torch.nn.Parameter) -> bool:
     return False
 
 
+def take_gradients(cycle) -> None:
+    """Take gradients that the program has put into `param.grad`. Raises UsageError unless the step has gradients and may be made."""
+    cycle.check_gradients()
+    if given := cycle.param_grads.take_given():
+        receive_given(cycle, given)
+    cycle.require_gradients("step()")
+
+
 def receive_given(cycle, given: list[tuple[ParameterState, torch.Tensor]]) -> None:
     """Pass gradients that the program has put into `param.grad` to the engine, at the beginning of step(). All ranks must make this call.
 

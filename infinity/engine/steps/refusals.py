@@ -11,6 +11,8 @@ import torch
 
 from infinity.errors import UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.optim.rules import Rule
+from infinity.plan.packing import Layout
 from infinity.tiers.parameter_state import ParameterState
 
 
@@ -82,6 +84,73 @@ def has_optimizer(made_at: str) -> str:
     )
 
 
+def described(optimizers: Iterable) -> list[str]:
+    """The class of each optimizer, and the file and line where the program makes it."""
+    return [f"{type(each).__name__} of {each.made_at}" for each in optimizers]
+
+
+def shared_parameter(name: str, other) -> str:
+    """The message for an optimizer with a part of the parameters of another one. name: of a shared parameter."""
+    return (
+        f"{name} is already in the {type(other).__name__} that was made at {other.made_at}. Optimizers of one model share no parameter. To "
+        f"replace that optimizer, give the new one all of its parameters, before the model is trained. Or close() the engine, and build "
+        f"model, engine and optimizers anew."
+    )
+
+
+def different_options(name: str, first, other) -> str:
+    """The message for two optimizers of one engine that differ in an option, `name`, of all gradients."""
+    values = " and ".join(f"{name}={getattr(each, name)!r} in the {type(each).__name__} of {each.made_at}" for each in (first, other))
+    return f"the optimizers of one model need one {name}, but there is {values}. Give all of them the same value."
+
+
+def step_is_missing(lacking: list[str]) -> str:
+    """The message for a pass, or for dropped gradients, when only some optimizers have called step(). lacking: the others, described."""
+    return (
+        f"step() is missing: {', '.join(lacking)}. Other optimizers of the model have called it, and the engine makes one step for all. "
+        f"Before the next pass of the model, call step() of each optimizer, or zero_grad() of an optimizer that skips this step."
+    )
+
+
+def zero_grad_is_missing(lacking: list[str]) -> str:
+    """The message for a backward pass when only some optimizers have dropped the gradients of this step. lacking: the others, described."""
+    return (
+        f"a backward pass begins after zero_grad() of some optimizers, and the gradients of these are left: {', '.join(lacking)}. The engine "
+        f"drops all gradients of a step together. Call zero_grad() of all optimizers, or step() of those with gradients."
+    )
+
+
+def stepped_twice(optimizer, lacking: list[str]) -> str:
+    """The message for a second step() of an optimizer while others lack theirs. lacking: the others, described."""
+    return (
+        f"step() of the {type(optimizer).__name__} of {optimizer.made_at} was called twice, and step() is missing: {', '.join(lacking)}. The "
+        f"engine makes one step for all optimizers. Call step() of each once, or zero_grad() of an optimizer that skips this step."
+    )
+
+
+BETWEEN_STEPS = (
+    "a new optimizer, or a new parameter group, between a backward pass and step(). Add it before the backward pass, or after step() and "
+    "zero_grad() of all optimizers."
+)
+
+
+def refuse_groups(states: Iterable[tuple[ParameterState, Rule]], layout: Layout) -> None:
+    """Raise UsageError for a parameter without the records that its rule needs. states: parameters of new groups, with their rules."""
+    for state, rule in states:
+        format = layout.specs[state.index].format
+        if not state.trainable:
+            raise UsageError(
+                f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before that: before the "
+                f"optimizer is made and the model runs. Then the parameter may be frozen again."
+            )
+        if (format.moments, format.unit) != (rule.moments, rule.unit):
+            here, there = (f"{', '.join(each.moments) or 'no moments'} by {each.unit}" for each in (format, rule))
+            raise UsageError(
+                f"the record of {state.name} was planned with {here}, and the rule of the new group needs {there}. Give the parameter to an "
+                f"optimizer before the engine starts, or choose a group with the planned moments."
+            )
+
+
 def planned_otherwise(made_at: str | None) -> str:
     """The message for an optimizer that needs other memory than planned. made_at: where the program makes the optimizer before it, or None."""
     if made_at is None:
@@ -91,7 +160,8 @@ def planned_otherwise(made_at: str | None) -> str:
         )
     return (
         f"the model has an optimizer already, made at {made_at}. The new one has another rule, max_grad_norm or accumulation_steps, for which "
-        f"the engine has planned no memory. close() the engine, and build model, engine and optimizer anew."
+        f"the engine has planned no memory. close() the engine, and build model, engine and optimizer anew. Make all optimizers of a model "
+        f"before it runs."
     )
 
 

@@ -29,7 +29,9 @@ from infinity.engine.steps.expected_gradients import ExpectedGradients
 from infinity.engine.steps.forward_passes import ForwardPasses
 from infinity.engine.steps.gradient_norm import GradientNorm
 from infinity.engine.steps.gradient_reductions import GradientReductions
-from infinity.engine.steps.outside_gradients import AutogradGrad, receive_given
+from infinity.engine.steps.joined_optimizers import JoinedOptimizers
+from infinity.engine.steps.optimizer_calls import OptimizerCalls
+from infinity.engine.steps.outside_gradients import AutogradGrad
 from infinity.engine.steps.param_grads import ParamGrads
 from infinity.engine.steps.passes_per_step import PassesPerStep
 from infinity.engine.steps.plan_follower import PlanFollower
@@ -62,8 +64,7 @@ class StepCycle:
         self.config, self.ranks, self.events, self.device_budget, self.turn = config, ranks, events, margin, turn
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
-        self.optimizer = None
-        self.scaler: Scaler | None = None
+        self.attach(JoinedOptimizers(), None)
         self.state = StepState(self.course)
         self.forward = ForwardPasses()
         self.passes = PassesPerStep()
@@ -84,9 +85,10 @@ class StepCycle:
         self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self.backward = BackwardPasses(self)
 
-    def attach(self, optimizer, scaler: Scaler | None) -> None:
-        """Give the optimizer of all later steps. scaler: the loss scale for fp16."""
-        self.optimizer, self.scaler = optimizer, scaler
+    def attach(self, optimizers: JoinedOptimizers, scaler: Scaler | None) -> None:
+        """Give the optimizers of all later steps. scaler: the loss scale for fp16."""
+        self.optimizers, self.scaler = optimizers, scaler
+        self.optimizer_calls = OptimizerCalls(optimizers)
 
     def close(self) -> None:
         """End the cycle. No call may follow."""
@@ -127,12 +129,13 @@ class StepCycle:
         self.raise_failure()
         self.end_interrupted()
         self.refuse_half_updated("a forward pass")
+        self.optimizer_calls.refuse()
         if not autograd_runs():
             self.backward.forget_end()
             self.clear_gradients()
             refuse_thawed(self._frozen)
             self._count_forward()
-        if not self.state.in_backward and self.optimizer is not None and torch.is_grad_enabled():
+        if not self.state.in_backward and self.optimizers and torch.is_grad_enabled():
             self.begin_step_of(StepKind.BACKWARD)
         if self.calls.activations is not None:
             self.calls.activations.keep_on_device(model.buffers())
@@ -143,20 +146,20 @@ class StepCycle:
     def _count_forward(self) -> None:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
         self.forward.count(trains)
-        if trains and self.optimizer is not None and not self.state.num_backwards:
+        if trains and self.optimizers and not self.state.num_backwards:
             self.pace.begin()
             self.advice.begin()
         if trains and not self.forward.are_checked:
             self.refuse_others()
             self.forward.note_checked()
-        if self.optimizer is None or (torch.is_grad_enabled() and not (self.forward.num_training or self.state.num_backwards)):
+        if not self.optimizers or (torch.is_grad_enabled() and not (self.forward.num_training or self.state.num_backwards)):
             self._begin_open_forward()
 
     def _begin_open_forward(self) -> None:
         """A forward pass that no step() will end; see [Note: backward passes that only pass through]."""
         self.calls.recording = True
         if self.forward.begin_open() and self.course.trace:
-            self.follower.adopt((), (), anew=self.optimizer is None and self.device_budget.redivide(by_step=False))
+            self.follower.adopt((), (), anew=not self.optimizers and self.device_budget.redivide(by_step=False))
             self.follower.begin_step()
 
     def begin_step_of(self, kind: StepKind) -> None:
@@ -173,20 +176,17 @@ class StepCycle:
     def refuse_others(self) -> None:
         """Raise UsageError if a trainer of another library, or an optimizer of torch, has the engine's parameters."""
         refuse_trainers(owner_of(self.registry.params[0].param))
-        if self.optimizer is None:
+        if not self.optimizers:
             refuse_optimizers([(state.name, state.param) for state in self._trainable if state.param.requires_grad])
 
     # step() and zero_grad().
 
     def step(self) -> None:
-        """End a step, also one without a gradient."""
-        self.check_gradients()
-        if given := self.param_grads.take_given():
-            receive_given(self, given)
+        """End a step, also one without a gradient. `take_gradients` comes before."""
         self.require_gradients("step()")
         factor = self.param_grads.agreed_factor()
         if factor != 1.0 or self.needs_norm:
-            self.updates.refuse_late(self.optimizer)
+            self.updates.refuse_late(self.optimizers)
         hyper = self.hyper(factor)
         self.updates.refuse_changed(hyper)
         ready = self.updates.pending()
@@ -194,6 +194,7 @@ class StepCycle:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which the gradients came
         if self.needs_norm and not self._clip(ready, hyper):
             return skip(self, ready)
+        ready = self.updates.leave_out(ready, self.optimizer_calls.skipped_groups())
         is_divided = None
         if self.updater.deferred:
             ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # in the order of the next forward pass
@@ -203,13 +204,13 @@ class StepCycle:
 
     def _clip(self, ready: list[ChunkState], hyper: Hyper) -> bool:
         """Compute the norm, and lower `hyper.grad_scale` accordingly. Returns False if the step must be skipped."""
-        limit = self.optimizer.max_grad_norm
+        limit = self.optimizers.max_grad_norm
         norm = self.norm.of(ready) * abs(hyper.grad_scale)  # the program may have multiplied gradients by a negative factor
         overflow = self.config.watches_nonfinite and not math.isfinite(norm)
         if self.scaler is not None:
             self.scaler.update(overflow)
         if limit is not None:
-            self.optimizer.grad_norm = norm
+            self.optimizers.note_norm(norm)
         if limit is not None and not overflow:
             clip = limit / (norm + _EPS_OF_CLIPPING)
             hyper.grad_scale *= 1.0 if clip >= 1 else clip  # with a NaN as norm every gradient becomes NaN, as in PyTorch
@@ -231,26 +232,29 @@ class StepCycle:
 
     @property
     def needs_norm(self) -> bool:
-        return self.optimizer.max_grad_norm is not None or self.config.watches_nonfinite
+        return self.optimizers.max_grad_norm is not None or self.config.watches_nonfinite
 
     @uninterrupted
     @torch.no_grad()
     def _norm_of_all(self) -> float:
         """The norm of all gradients since the last step. All ranks must make this call."""
         self.require_gradients("the norm of all gradients")
-        self.updates.refuse_late(self.optimizer)
+        if self.optimizer_calls.wait:
+            raise UsageError("gradients are clipped, or asked for their norm, after step() of an optimizer. Do this before the first step()")
+        self.updates.refuse_late(self.optimizers)
         return self.norm.of(self.updates.pending()) * self.hyper().grad_scale
 
     def hyper(self, factor: float = 1.0) -> Hyper:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        return Hyper([self.optimizer.rule_of(group) for group in self.optimizer.param_groups], self.optimizer.snapshot(), factor / scale)
+        return Hyper([self.optimizers.rule_of(group) for group in self.optimizers.param_groups], self.optimizer_calls.snapshot(), factor / scale)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
         completed = self.completed.for_plan(self.backward.num_passes)
         self.follower.adopt(*completed, anew=self.device_budget.redivide(by_step=True) if is_divided is None else is_divided)
         self.state.end_step()
+        self.optimizer_calls.end_step()
         self._forget_passes()
         self.param_grads.end_step()
         self.events.step_done()
@@ -264,6 +268,15 @@ class StepCycle:
         self.calls.end_interrupted()
         self.calls.drain_dropped()  # handles of a failed step
         self.clear_gradients()
+        self.refuse_early()
+        self.optimizer_calls.forget_all()
+        self.updates.drop_pending()
+        self.course.trace.clear()
+        self.state.forget_gradients()
+        self._forget_passes()
+
+    def refuse_early(self) -> None:
+        """Raise UsageError if updates have begun with the gradients that zero_grad() is to drop. First end a backward pass that has raised."""
         if self.state.in_backward:
             self.backward.abandon()
         if self.updates.are_early and not self.torn:
@@ -271,10 +284,6 @@ class StepCycle:
                 "zero_grad() between a backward pass that has begun to update and its step(). Call it after step(), or use "
                 "update='deferred'."
             )
-        self.updates.drop_pending()
-        self.course.trace.clear()
-        self.state.forget_gradients()
-        self._forget_passes()
 
     def _forget_passes(self) -> None:
         self.updates.reset()
@@ -305,6 +314,7 @@ class StepCycle:
     def check_gradients(self) -> None:
         """Drop all gradients if model.zero_grad() has dropped them. Raises UsageError if only some are dropped, or too late."""
         if self.param_grads.were_dropped():
+            self.optimizer_calls.refuse()
             self.zero_grad()
 
     def clear_gradients(self) -> None:
