@@ -15,14 +15,14 @@ GROUP = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "mo
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("dtype", ["bf16", "bf16 moments", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", "bf16 bf16", "bf16 8bit", "bf16_rounded 8bit", "fp16", "fp32"])
 @pytest.mark.parametrize("rule", [AdamRule(True), AdamRule(False), SGDRule(True), LionRule()], ids=lambda rule: type(rule).__name__)
 def test_adam_updates_a_shard_of_each_format(rule, dtype, accumulates, monkeypatch):
     seen, apply = [], type(rule).apply
     monkeypatch.setattr(type(rule), "apply", lambda self, shard, *args, **options: seen.append(shard) or apply(self, shard, *args, **options))
     name, _, moments = dtype.partition(" ")
-    format = Format(name, True, rule.moments, "bf16" if moments else "fp32", accumulates)
-    rehearse([format], rule, GROUP, torch.device("cpu"))
+    format = Format(name, True, rule.moments, moments or "fp32", accumulates)
+    rehearse([format], [(rule, GROUP)], torch.device("cpu"))
     if isinstance(rule, AdamRule):
         assert [shard.format for shard in seen] == [format] and set(seen[0]) == {segment.name for segment in format.segments}
     else:
@@ -57,6 +57,6 @@ def test_an_engine_on_a_gpu_compiles_its_kernels_at_the_start(monkeypatch, tmp_p
     with training(tiny_gpt, tmp_path, device="cuda", dtype="bf16", optimizer=infinity.AdamW) as (model, engine, optimizer):
         engine.start()
         engine.updater.drain()
-        (formats, rule, group, device), = seen
+        (formats, rules, device), = seen
         assert formats == {chunk.record.format for chunk in engine.registry.chunks} and device.type == "cuda"
-        assert rule is optimizer.rule and group is optimizer.param_groups[0]
+        assert rules == [(optimizer.rule, optimizer.param_groups[0])]
