@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Import the functions for torch.distributed.checkpoint when a program uses them: that package alone takes 1 s to import. Also take
-        an old name of a class."""
+        """Import the functions for torch.distributed.checkpoint when a program uses them: that package alone takes 1 s to import. Also
+        find the old name `Elementwise`."""
         if name in ("load_dcp", "save_dcp"):
             from infinity.checkpoints import dcp_load, dcp_save
 

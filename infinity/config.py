@@ -100,11 +100,11 @@ class Config:
     """The compute dtype of the model: bf16 (weight and residual are an fp32 master), fp16 (with an fp32 master and a loss scale) or fp32."""
 
     master: Literal["fp32", "none"] = "fp32"
-    """Precision of bf16 weights between steps. none: rounded stochastically to bf16. With 8-bit moments a record takes 4.02 bytes a parameter."""
+    """none: bf16 weights have no fp32 master, and each update is rounded stochastically to bf16. A record is 2 bytes a parameter smaller."""
 
     optimizer_state_dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
     """The dtype of stored optimizer moments: fp32, or bf16 or 8bit with stochastic rounding, which need dtype bf16. A record of AdamW takes 12, 8
-    or 6.02 bytes a parameter. 8bit: small floats with one scale for 128 values."""
+    or 6.02 bytes a parameter. 8bit: 8-bit floating-point values, 128 with one scale."""
 
     compression: Literal["auto", "on", "off"] = "auto"
     """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do

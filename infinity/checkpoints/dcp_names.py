@@ -25,6 +25,7 @@ from infinity.checkpoints.contents import persistent_buffers
 from infinity.engine.access.training_state import ParameterInfo, TrainingState
 from infinity.errors import CheckpointError
 from infinity.model import tiling
+from infinity.optim.muon import MuonRule
 from infinity.optim.rules import AdamRule, LionRule, Rule, SGDRule
 
 METADATA = ".metadata"  # the file that marks a directory as a DCP checkpoint
@@ -104,8 +105,8 @@ def moment_names(rule: Rule) -> dict[str, str]:
     known = {}
     if isinstance(rule, AdamRule):
         known = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
-    elif isinstance(rule, (SGDRule, LionRule)):
-        known = {"momentum": "momentum_buffer" if isinstance(rule, SGDRule) else "exp_avg"}
+    elif isinstance(rule, (SGDRule, LionRule, MuonRule)):
+        known = {"momentum": "exp_avg" if isinstance(rule, LionRule) else "momentum_buffer"}
     return {moment: known.get(moment, moment) for moment in rule.moments}
 
 

@@ -316,7 +316,7 @@ class _Load:
         here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
         there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
-        return self.with_states and here == there and same  # and the moments are the same: see _match_optimizer
+        return self.with_states and here == there and same  # _match_optimizer has checked that the moments are equal
 
     def _read_as_it_lies(self) -> None:
         """Read each record into its place, a few records at a time."""

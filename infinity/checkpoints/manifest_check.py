@@ -49,7 +49,7 @@ from infinity.checkpoints.manifest import (
 from infinity.errors import CheckpointError
 from infinity.formats.format import MOMENTS_DTYPES, STORAGES, Format, trainable_names
 from infinity.plan.packing import Chunk, Piece
-from infinity.plan.partition import BLOCK_NUMEL, Partition
+from infinity.plan.partition import Partition
 from infinity.system.garbage_collector import without_collections
 
 _ENTRIES_NBYTES = 56 << 20  # memory of all lists: parameters, chunks, pieces, records, files, tensors
@@ -260,7 +260,7 @@ class _Checked:
         self._entries.take(_PIECE_NBYTES * len(values))
         for value in values:
             param, start, param_start, count = [as_number(number, what) for number in as_list(value, what, 4)]
-            if param >= len(self.parameters) or not end <= start < end + BLOCK_NUMEL or count < 1 or start + count > numel:
+            if param >= len(self.parameters) or start < end or count < 1 or start + count > numel:
                 raise CheckpointError(f"{what}: a piece is out of order or bounds")
             if self.parameters[param].trainable != trainable:
                 raise CheckpointError(f"{what} mixes frozen and trainable parameters")

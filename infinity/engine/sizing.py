@@ -44,6 +44,9 @@ MOST_OF_FREE = 0.95  # largest share of the memory that is free while the parame
 Named = list[tuple[str, nn.Parameter]]
 
 
+_ADAMW = AdamRule(decoupled=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Properties of a training that determine records and gradients. rules: the rule of each parameter, by its id; `rule` is that of all
@@ -51,11 +54,12 @@ class Training:
 
     deferred: bool
     accumulating: bool
-    rule: Rule = AdamRule(decoupled=True)
+    rule: Rule = _ADAMW
     rules: Mapping[int, Rule] = dataclasses.field(default_factory=dict)
 
     def rule_of(self, param: nn.Parameter) -> Rule:
-        return self.rules.get(id(param), self.rule)
+        """The rule of a parameter. One that no optimizer has needs no whole units."""
+        return self.rules.get(id(param)) or (self.rule if self.rule.unit == "element" else _ADAMW)
 
     def has_the_records_of(self, other: Training, params: Iterable[nn.Parameter]) -> bool:
         """Whether records, gradients and the time of updates are those of another training. params: of the model."""
@@ -161,7 +165,13 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
     @functools.cache  # a model may have 100,000 parameters of few formats
     def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
         options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
-        return Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
+        format = Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
+        if format.has_coded_moments and not rule.allows_eight_bit:
+            raise ConfigError(
+                f"optimizer_state_dtype='8bit' with {type(rule).__name__}: set allows_eight_bit = True in this class if an update divides by no "
+                f"moment but one named 'variance', which is never negative. Otherwise use 'bf16'"
+            )
+        return format
 
     pairs, found = zip(named, ParameterDtypes.of(named, config.dtype, master=config.master).names), []
     for (name, param), dtype in pairs:

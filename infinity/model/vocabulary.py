@@ -1,4 +1,4 @@
-"""Finds the parameters that belong to a vocabulary: embeddings, and output layers with a row for each token.
+"""Finds parameters that are no matrices of a hidden layer: embeddings, the output layer, and convolutions.
 
 Knows modules. Must not know optimizers or the engine.
 """
@@ -6,6 +6,7 @@ Knows modules. Must not know optimizers or the engine.
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from infinity.model.tiled_layers import Tiled, TiledEmbedding, TiledLinear
 
@@ -28,3 +29,8 @@ def vocabulary_parameters(model: nn.Module) -> list[nn.Parameter]:
     elif linears and linears[-1].out_features in sizes:
         found.append(linears[-1])
     return [param for module in found for param in module.parameters()]
+
+
+def convolution_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters of convolutions."""
+    return [param for module in model.modules() if isinstance(module, _ConvNd) for param in module.parameters(recurse=False)]

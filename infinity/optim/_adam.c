@@ -175,7 +175,7 @@ INLINE void scalar_split(const float *v, uint16_t *weight, int16_t *residual)
 
 typedef struct {
     void *weight;
-    int16_t *residual;          /* NULL: weight is fp32 */
+    int16_t *residual;          /* NULL: weight is fp32, or bf16 beside 8-bit moments */
     void *momentum, *variance;  /* fp32; bf16 if dithered; 8-bit codes if they have scales */
     uint8_t *momentum_scale, *variance_scale;   /* NULL, or one for each block of codes */
     const void *grad;
@@ -620,7 +620,7 @@ INLINE void prefetch(const void *array, size_t itemsize, size_t i)
             decode_moment(variance, u->variance_scale + block, v, num, VARIANCE_TOP, 0);                               \
             Update part = *u;                                                                                          \
             part.weight = (uint16_t *)u->weight + begin;                                                               \
-            part.residual = u->residual + begin;                                                                       \
+            part.residual = u->residual ? u->residual + begin : NULL;                                                  \
             part.grad = (const char *)u->grad + begin * (u->grad_is_fp32 ? 4 : 2);                                     \
             part.momentum = m, part.variance = v, part.dithered = 0;                                                   \
             uint16_t *weight = part.weight;                                                                            \

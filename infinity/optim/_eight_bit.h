@@ -1,6 +1,6 @@
 /* 8-bit moments as fp32, and back: [Note: 8-bit moments] in eight_bit.py, bit for bit.
  *
- * Included by _adam.c. The compiler vectorises the loops: a function of this file is inlined into callers of each width.
+ * Included by _adam.c. The functions are inlined into one caller for each instruction set, and the compiler vectorises them there.
  */
 #define CODED_BLOCK 128
 #define LEAST_EXPONENT 17

@@ -132,7 +132,7 @@ def adam_step(
     keeps_moments: bool = False,
 ) -> None:
     """Update one shard in place. All 1-D contiguous [numel] on one device; grad bf16 or fp32. moments: momentum and variance; for 8-bit
-    moments, uint8 each, also their scales ([Note: 8-bit moments] in eight_bit.py, with `dither` and a split master).
+    moments, uint8 each, also their scales ([Note: 8-bit moments] in eight_bit.py, with `dither`).
 
     weight bf16 and residual int16 are a split master ([Note: weight and residual] in _adam.c); weight fp32 and residual None are the
     master itself. A bf16 weight without a residual, beside 8-bit moments, is rounded stochastically. The moments are fp32, or, with `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in

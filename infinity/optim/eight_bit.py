@@ -10,11 +10,12 @@ Knows flat tensors. Must not know rules, chunks or tiers. _eight_bit.h and _adam
 #
 #     0 if c is 0, otherwise 2^(E - 127 - TOP + (c >> 3)) * (1 + (c & 7) / 8)          TOP: 14 for a momentum, 30 for a variance
 #
-# so that the largest value has the exponent field TOP, and rounding up still has a code. The smallest value besides 0 is 2^-13.8 of the
-# largest one's power of two for a momentum, and 2^-29.8 for a variance. Values are rounded stochastically, as in [Note: bf16 moments] of
-# _adam.c: the 16 random bits are added below the 3 bits of mantissa. Below the smallest value, rounding up has the probability of the
-# quotient. Only a variance is always rounded up there: a variance of 0 beside a momentum would make a huge step. A number that is not finite
-# has the largest code, which means NaN, and no influence on the scale. E is at least TOP + 17, so that all powers of two here are normal.
+# The largest value has the exponent field TOP. One more exponent is free, because rounding may carry into it. The smallest value besides 0
+# is 1.125 * 2^-14 times the power of two of the largest value, and 1.125 * 2^-30 for a variance. Values are rounded stochastically, as in
+# [Note: bf16 moments] of _adam.c: the 16 random bits are added below the 3 bits of mantissa. A value below the smallest one is rounded up with
+# the probability value / smallest. Only a variance is always rounded up there: a variance of 0 beside a momentum would make a huge step. A
+# value that is not finite gets the largest code. This code means NaN. The scale ignores such values. E is at least TOP + 17, so that all
+# powers of two here are normal.
 
 from __future__ import annotations
 

@@ -13,9 +13,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError
-from infinity.model import tiling
 from infinity.model.parameters import owner_of
-from infinity.model.vocabulary import vocabulary_parameters
+from infinity.model.vocabulary import convolution_parameters, vocabulary_parameters
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizers import Optimizer
 from infinity.optim.rules import AdamRule, Rule, wrong_numbers
@@ -30,6 +29,7 @@ class MuonRule(Rule):
 
     moments = ("momentum",)
     unit = "matrix"
+    allows_eight_bit = True
 
     def __init__(self, adjust_lr_fn: str | None = None):
         self.adjust_lr_fn = adjust_lr_fn
@@ -84,15 +84,15 @@ def _sum(beta: float, addend: torch.Tensor, alpha: float, left: torch.Tensor, ri
 class Muon(Optimizer):
     """Muon for the matrices of hidden layers, with the results of torch.optim.Muon, and AdamW for all other parameters.
 
-    Muon updates parameters of two dimensions, and stacks of matrices such as the weights of experts. AdamW updates embeddings, output layers
-    over a vocabulary, vectors and convolutions. A parameter group with "muon": True or False decides for its parameters itself. Other groups
-    are divided into two: first the matrices, then the rest. ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn:
+    Muon updates parameters of two dimensions, and stacks of matrices such as the weights of experts. AdamW updates embeddings, the output layer
+    over a vocabulary, vectors and convolutions. A parameter group with "muon": True or False decides for its parameters itself. Other
+    groups are divided into two: first the matrices, then the rest. Such a group may have a weight_decay for both. ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn:
     "original" (or None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n)), "match_rms_adamw" by
-    0.2 sqrt(max(m, n)), so that one learning rate is good for both. adamw: lr, betas, eps and weight_decay of AdamW, where they differ from
-    the defaults of `AdamW`. With "match_rms_adamw", its lr is the lr of Muon by default. Other options: see `Optimizer`.
+    0.2 sqrt(max(m, n)), so that one learning rate works for both. adamw: lr, betas, eps and weight_decay of AdamW; missing ones have the
+    defaults of `infinity.AdamW`. With "match_rms_adamw", its lr is the lr of Muon by default. Other options: see `Optimizer`.
 
-    A record has 8 bytes a parameter: weight, master and one momentum. Newton-Schulz runs on the GPU, wherever the record is. Raises ConfigError
-    for a matrix that lies in tiles (tile_above).
+    A record of a bf16 matrix has 8 bytes a parameter: weight, rest of the master, momentum. Newton-Schulz runs on the GPU, wherever the record
+    is. Raises ConfigError for a matrix that lies in tiles (tile_above).
     """
 
     def __init__(
@@ -114,11 +114,13 @@ class Muon(Optimizer):
     ) -> None:
         if adjust_lr_fn not in _ADJUSTMENTS:
             raise ConfigError(f"adjust_lr_fn={adjust_lr_fn!r}: expected one of {', '.join(map(repr, _ADJUSTMENTS))}")
+        if not isinstance(adamw or {}, Mapping):
+            raise ConfigError(f"adamw={adamw!r}: expected a dict with some of {', '.join(_OF_ADAMW)}")
         if unknown := (adamw or {}).keys() - _OF_ADAMW.keys():
             raise ConfigError(f"adamw has {', '.join(sorted(unknown))}: expected some of {', '.join(_OF_ADAMW)}")
-        self._adamw = AdamRule(decoupled=True)
+        self._adamw, self._shares_lr = AdamRule(decoupled=True), adjust_lr_fn == "match_rms_adamw"
         of_muon = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
-        of_adamw = _OF_ADAMW | ({"lr": lr} if adjust_lr_fn == "match_rms_adamw" else {}) | dict(adamw or {})
+        of_adamw = _OF_ADAMW | ({"lr": lr} if self._shares_lr else {}) | dict(adamw or {})
         self._hypers = {True: of_muon, False: of_adamw}  # by "muon" of a group
         groups = [part for group in _as_groups(params) for part in self._parts(group)]
         defaults = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "muon": True}
@@ -133,7 +135,13 @@ class Muon(Optimizer):
         return [part for each in _as_groups([group]) for part in self._parts(each)]
 
     def _parts(self, group: dict) -> list[dict]:
-        return [{**self._hypers[is_muon], **group, "params": members, "muon": is_muon} for is_muon, members in _divided(group)]
+        parts = list(_divided(group))
+        if len(parts) == 2 and (wrong := {"eps", *(() if self._shares_lr else ("lr",))} & group.keys()):
+            raise ConfigError(
+                f"a parameter group with {', '.join(sorted(wrong))} has matrices for Muon and other parameters for AdamW, which need values of "
+                f"their own. Make one group with 'muon': True and one with 'muon': False"
+            )
+        return [{**self._hypers[is_muon], **group, "params": members, "muon": is_muon} for is_muon, members in parts]
 
 
 def _as_groups(params: ParamsT) -> Iterator[dict]:
@@ -145,28 +153,21 @@ def _as_groups(params: ParamsT) -> Iterator[dict]:
 
 
 def _divided(group: dict) -> Iterator[tuple[bool, list[torch.nn.Parameter]]]:
-    """The parameters that Muon updates and those that AdamW updates, each with whether it is Muon."""
+    """Yields (True, parameters of Muon) and (False, parameters of AdamW), each if there are any."""
     params = group["params"]
-    models = {id(model): model for param in params if (engine := owner_of(param)) is not None and (model := engine.model) is not None}
-    tiles = {id(param): place for model in models.values() for param, place in tiling.places(model).items()}
     if "muon" in group:
-        found = [(bool(group["muon"]), params)]
-        if group["muon"] and (others := [param for param in params if param.dim() < 2]):
+        if group["muon"] and (others := [param for param in params if param.dim() not in (2, 3)]):
             raise ConfigError(f"Muon updates matrices, and a group with 'muon': True has a parameter of shape {tuple(others[0].shape)}")
-    else:
-        vocabulary = {id(param) for model in models.values() for param in vocabulary_parameters(model)}
-        is_muon = [_is_matrix(param) and id(param) not in vocabulary for param in params]
-        found = [(kind, [param for param, each in zip(params, is_muon) if each == kind]) for kind in (True, False)]
-    for is_muon, members in found:
-        if is_muon and (tile := next((tiles[id(param)] for param in members if id(param) in tiles), None)) is not None:
-            raise ConfigError(
-                f"{tile.name} lies in tiles (tile_above), and Muon needs the whole matrix. Leave tile_above out, or give this parameter a "
-                f"group with 'muon': False"
-            )
-        if members:
-            yield is_muon, members
+        yield bool(group["muon"]), params
+        return
+    models = {id(model): model for param in params if (engine := owner_of(param)) is not None and (model := engine.model) is not None}
+    others = {id(param) for model in models.values() for param in (*vocabulary_parameters(model), *convolution_parameters(model))}
+    is_muon = [_is_matrix(param) and id(param) not in others for param in params]
+    for kind in (True, False):
+        if members := [param for param, each in zip(params, is_muon) if each == kind]:
+            yield kind, members
 
 
 def _is_matrix(param: torch.Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of matrices. [1, n, d] is rather a table of positions, and four dimensions a convolution."""
+    """Whether a parameter is a matrix, or a stack of matrices. [1, n, d] is rather a table of positions."""
     return param.dim() == 2 or (param.dim() == 3 and param.shape[0] > 1)

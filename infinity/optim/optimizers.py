@@ -17,7 +17,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError, UsageError
-from infinity.formats.format import STORAGES
+from infinity.formats.format import STORAGES, scale_name
+from infinity.model import tiling
 from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.rules import UNITS, AdamRule, LionRule, Rule, SGDRule, check_rule, failures_named
@@ -88,6 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         if len(engines) > 1:
             raise ConfigError("the parameters belong to several engines; make one optimizer for each")
         (self._engine,) = engines
+        self._refuse_tiles(self.param_groups)
         self.made_at, self._replaced_by = _caller(), None
         self._engine.attach(self)
 
@@ -143,6 +145,7 @@ class Optimizer(torch.optim.Optimizer):
                 super().add_param_group(group)
             added = self.param_groups[number:]
             self._check_rules(added)
+            self._refuse_tiles(added)
             if any(engine is not self._engine for engine in self._engines_of(added)):
                 raise ConfigError("the parameters of the new group belong to another engine; make an optimizer for that engine")
             self._engine.add_groups(self, added)
@@ -161,6 +164,16 @@ class Optimizer(torch.optim.Optimizer):
                 check_rule(self.rule_of(group), self.hyper_parameters(group))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+
+    def _refuse_tiles(self, groups: list[dict]) -> None:
+        """Raise ConfigError if a rule of whole matrices or parameters gets the tiles of a layer."""
+        whole = [param for group in groups if self.rule_of(group).unit != "element" for param in group["params"]]
+        tiles = tiling.places(self._engine.model) if whole else {}
+        if (tile := next((tiles[param] for param in whole if param in tiles), None)) is not None:
+            raise ConfigError(
+                f"{tile.name} lies in tiles, and {type(self.rule).__name__} needs the whole {self.rule.unit}. Set tile_above=None in "
+                f"infinity.Config, which may need more device_memory, or give this parameter another rule"
+            )
 
     def refer_to(self, checkpoint: dict | None, wait: Callable[[], object] = lambda: None) -> None:
         """Note the checkpoint that holds this state until the next step(), as plain data; None: no checkpoint. The checkpoint is complete
@@ -378,7 +391,7 @@ def _check_members(rule: Rule) -> None:
     what, names = type(rule).__name__, rule.moments
     if not isinstance(names, tuple) or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ConfigError(f"{what}.moments={names!r}: expected a tuple of names")
-    if len({*names, *_RESERVED}) < len(names) + len(_RESERVED):
+    if len({*names, *map(scale_name, names), *_RESERVED}) < 2 * len(names) + len(_RESERVED):
         raise ConfigError(f"{what}.moments={names!r}: expected different names, none of {', '.join(_RESERVED)}")
     if rule.unit not in UNITS:
         raise ConfigError(f"{what}.unit={rule.unit!r}: expected one of {', '.join(UNITS)}")

@@ -10,9 +10,8 @@ elementwise rule is one rounding of fp32, so a shard has the same bits on every 
 # blocks that fit the processor's cache. For Adam on the host, one kernel does everything in one pass.
 #
 # [Note: units of a rule]
-# An update of one element may depend on other elements: on the whole matrix in Muon, on the norm of the whole parameter in LAMB. Those
-# elements are the unit of the rule. No shard and no chunk cuts a unit (packing.py), so a rank has all that an update needs, and ranks
-# exchange nothing. A rule of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go
+# An update of one element may depend on other elements: on the whole matrix in Muon, on the norm of the whole parameter in LAMB. A unit is
+# the set of elements that one update reads. No shard and no chunk cuts a unit (unit_packing.py). So each rank updates its shard alone. A rule of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go
 # there and come back. So the result has the same bits wherever the record rests.
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ UNITS = ("element", "matrix", "parameter")
 
 
 def unit_shape(unit: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what an update gets at a time, of a parameter of this shape; () for single elements. A parameter of more than two
+    """The shape of one unit of a parameter with this shape; () for elements. A parameter of more than two
     dimensions is a stack of matrices, which are its last two dimensions."""
     return () if unit == "element" else tuple(shape[-2:] if unit == "matrix" else shape)
 
@@ -47,11 +46,14 @@ class Rule:
     """An update of weights and moments from gradients. To add an optimizer, write a subclass with the members below.
 
     moments: names of the states of each element, one record segment each; all zero at the start. unit: what `update` needs at once, one of
-    "element", "matrix" (the last two dimensions of a parameter) and "parameter". See [Note: units of a rule].
+    "element", "matrix" (the last two dimensions of a parameter) and "parameter". See [Note: units of a rule]. allows_eight_bit: whether moments
+    may be stored in 8 bits. The moment named "variance" is never negative then. All others may lose values that are small beside the largest
+    of 128 values: [Note: 8-bit moments] in eight_bit.py.
     """
 
     moments: tuple[str, ...] = ()
     unit: str = "element"
+    allows_eight_bit: bool = False
 
     def check(self, group: dict) -> list[str]:
         """The errors in a parameter group's hyper-parameters, each as "lr=-1.0: expected 0 or more"."""
@@ -65,7 +67,7 @@ class Rule:
         """Change p and the moments in place. All are fp32; g may be overwritten.
 
         If the unit is "element", all are 1-D of any length. Use one torch operation per rounding then (no addcmul_, lerp_ or alpha=), and read
-        no neighbouring element. Otherwise all have the shape of one matrix, or of the parameter.
+        no neighbouring element. Otherwise all have the shape of one matrix, or of the parameter. A vector is a unit of its own shape.
         """
         raise NotImplementedError
 
@@ -118,7 +120,7 @@ class Rule:
             self.update(p, g, moments, scalars)
         else:
             views = {name: moment.view(-1, *shape) for name, moment in moments.items()}
-            for index, (weight, gradient) in enumerate(zip(p.view(-1, *shape), g.view(-1, *shape))):  # once, but for a stack of matrices
+            for index, (weight, gradient) in enumerate(zip(p.view(-1, *shape), g.view(-1, *shape))):  # several only for a stack of matrices
                 self.update(weight, gradient, {name: view[index] for name, view in views.items()}, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
@@ -137,6 +139,7 @@ class AdamRule(Rule):
     """AdamW (Loshchilov & Hutter 2019, Algorithm 2) or, coupled, Adam (Kingma & Ba 2015). See [Note: the fixed arithmetic] in _adam.c."""
 
     moments = ("momentum", "variance")
+    allows_eight_bit = True
 
     def __init__(self, decoupled: bool):
         self.decoupled = decoupled
@@ -197,6 +200,8 @@ def _moments(shard: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
 class SGDRule(Rule):
     """Stochastic gradient descent with weight decay as an L2 term and, if `with_momentum`, a velocity, like torch.optim.SGD."""
 
+    allows_eight_bit = True
+
     def __init__(self, with_momentum: bool):
         self.moments = ("momentum",) if with_momentum else ()
 
@@ -228,6 +233,7 @@ class LionRule(Rule):
     """Lion. Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, Program 1."""
 
     moments = ("momentum",)
+    allows_eight_bit = True
 
     def check(self, group):
         return [*wrong_numbers(group, "lr", "weight_decay"), *_wrong_betas(group["betas"])]
@@ -290,9 +296,8 @@ def check_rule(rule: Rule, group: dict) -> None:
     whole, cut = found
     if not all(torch.equal(whole[name].view(torch.int32), cut[name].view(torch.int32)) for name in whole):
         raise ValueError(
-            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. Set unit = 'matrix' in the "
-            f"class if it depends on the whole matrix, as in Muon, or unit = 'parameter' if on the whole parameter, as in LAMB. No shard "
-            f"cuts a matrix or a parameter then."
+            f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. If an update reads the whole "
+            f"matrix, as in Muon, set unit = 'matrix' in the class. If it reads the whole parameter, as in LAMB, set unit = 'parameter'."
         )
     if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
         raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment. Change them in place (p -= ...)")

@@ -4,13 +4,12 @@ Pure arithmetic over sizes. Must not know names, formats, tiers or files. Offset
 """
 
 # [Note: how units are packed]
-# Parameters lie in registration order. A chunk takes as many as its shards can hold, if each shard takes the next parameters in order until
-# one does not fit. Then the shards become as small as this order allows. The fullest shard decides the size of all shards, so ranks have
-# nearly equal work, and a chunk is longer than its parameters. The rest of each shard stays empty, and is zeros in records.
+# Parameters lie in registration order. Each shard takes parameters in this order until the next one does not fit. The chunk ends when its
+# last shard is full. Then all shards of the chunk shrink to the smallest size that still fits. So ranks have nearly equal work. The rest of
+# a shard stays empty, and is zeros in records.
 #
-# A parameter with more units than one, such as the stacked matrices of experts, has a span of its own. Each shard of its chunks has whole
-# units, and nothing lies between them, because the parameter is contiguous on the device. This needs units of whole blocks. A stack of
-# other matrices is one unit.
+# A stack of matrices, such as the weights of experts, has its own span without gaps, because a parameter is contiguous on the device. Shards
+# have whole matrices. Each matrix must then be a multiple of 1,024 elements. A stack of other matrices is one unit.
 #
 # A chunk can be larger than the usual chunk: each rank needs room for the largest unit.
 

@@ -71,31 +71,33 @@ def update(
     change only weights. The caller then calls `Computed.update_moments`. The rules must have two parts."""
     is_elementwise = chunk.record.format.unit == "element"
     computed = Computed(runs(chunk, params, merge=seed is None and is_elementwise), hyper, params, seed)
+    if not is_elementwise:
+        with torch.cuda.stream(None if gradient.is_cuda else processor.stream):
+            for run in computed.runs:
+                _apply_on_device(run, state, gradient, computed, processor.device)
+        return computed
     for run, part, dither in computed.parts():
         rule, shard, scalars = hyper.rules[run.group], state.part(part.start, part.stop), hyper.scalars(run.group, run.step)
-        if is_elementwise:
-            apply = rule.apply_weights if keeps_moments else rule.apply
-            apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=processor.threads)
-            continue
-        shape = unit_shape(rule.unit, params[run.param].shape)
-        with torch.cuda.stream(None if gradient.is_cuda else processor.stream):
-            _apply_on_device(rule, shard, gradient[part], scalars, hyper.grad_scale, processor.device, dither=dither, shape=shape)
+        apply = rule.apply_weights if keeps_moments else rule.apply
+        apply(shard, gradient[part], scalars, hyper.grad_scale, dither=dither, threads=processor.threads)
     return computed
 
 
-def _apply_on_device(
-    rule: Rule, shard: Shard, gradient: torch.Tensor, scalars: object, grad_scale: float, device: torch.device, *, dither: Dither | None, shape
-) -> None:
-    """Apply a rule of whole units on the device, wherever the shard is. The other arguments are those of `Rule.apply`. One unit at a time is
-    on the device beside its home, unless units begin within a block of the storage."""
+def _apply_on_device(run: Run, state: Shard, gradient: torch.Tensor, computed: Computed, device: torch.device) -> None:
+    """Update the units of a run on the device, wherever the shard is. The device holds one unit at a time. If units do not begin at block
+    borders of the storage, it holds all units of the run."""
+    hyper, param = computed.hyper, computed.params[run.param]
+    rule, scalars = hyper.rules[run.group], hyper.scalars(run.group, run.step)
+    shape = unit_shape(rule.unit, param.shape)
     numel = math.prod(shape)
-    if numel % shard.format.block:
-        numel = gradient.numel()
-    for begin in range(0, gradient.numel(), numel):
-        part, grad = shard.part(begin, begin + numel), gradient[begin : begin + numel]
+    if numel % state.format.block:
+        numel = run.end - run.start
+    for begin in range(run.start, run.end, numel):
+        part, grad = state.part(begin, begin + numel), gradient[begin : begin + numel]
         there = Shard(part.format, {name: segment.to(device, non_blocking=True) for name, segment in part.items()})
-        draws = None if dither is None else dither.after(begin)
-        rule.apply(there, grad.to(device, non_blocking=True), scalars, grad_scale, dither=draws, shape=shape)
+        index = run.param_start + begin - run.start
+        dither = None if computed.seed is None else Dither.of(computed.seed, param.name, run.step, index)
+        rule.apply(there, grad.to(device, non_blocking=True), scalars, hyper.grad_scale, dither=dither, shape=shape)
         for name, segment in part.items():
             if there[name] is not segment:
                 segment.copy_(there[name])  # waits for the device

@@ -80,7 +80,7 @@ def test_zeros_have_zero_bytes(signed):
 
 
 @SIGNS
-def test_numbers_that_are_not_finite_stay_alone(signed):
+def test_a_nan_or_infinity_changes_no_other_value_of_its_block(signed):
     values = samples(256, signed, lowest=-1.0)
     expected = coded(torch.where(torch.arange(256) == 7, 0, values), draws(256, 0), signed)
     for wrong in (float("nan"), float("inf")):
@@ -287,6 +287,19 @@ def test_a_checkpoint_with_a_master_is_refused_without_one(tmp_path):
     with training(tiny_gpt, tmp_path, **BF16, master="none") as (model, engine, ours):
         with pytest.raises(infinity.CheckpointError, match="the model was saved with dtype='bf16', expected 'bf16_rounded'"):
             infinity.load(tmp_path / "checkpoint", model, ours)
+
+
+def test_a_rule_of_a_program_allows_8_bit_moments_itself(tmp_path):
+    class Adagrad(infinity.Rule):
+        moments = ("sum",)
+
+        def update(self, p, g, moments, scalars):
+            moments["sum"] += g * g
+            p -= g / (moments["sum"].sqrt() + 1e-10) * scalars["lr"]
+
+    with pytest.raises(infinity.ConfigError, match="optimizer_state_dtype='8bit' with Adagrad: set allows_eight_bit = True in this class if"):
+        with training(tiny_gpt, tmp_path, optimizer=lambda params, lr: infinity.Optimizer(params, Adagrad(), {"lr": lr}), **BF16):
+            pass
 
 
 def test_8_bit_moments_need_bf16():

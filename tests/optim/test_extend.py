@@ -123,6 +123,13 @@ def test_lamb_trains_as_its_paper_says(tmp_path):
         assert_same_states(states, found[0])
 
 
+def test_tiles_are_refused_for_a_rule_of_whole_parameters(tmp_path):
+    make = lambda: nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises(infinity.ConfigError, match="0.weight lies in tiles, and LambRule needs the whole parameter. Set tile_above=None"):
+        with training(make, tmp_path, optimizer=LAMB.LAMB, tile_above=4096):
+            pass
+
+
 def test_a_rule_of_matrices_trains_a_coded_format(tmp_path):
     """The last layer's matrices begin within blocks of the storage."""
 

@@ -1,6 +1,7 @@
 """Muon: the results of torch.optim.Muon, equal bits in every placement, and whole matrices in every shard."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import infinity
+from infinity.formats.format import Format
 from infinity.model.vocabulary import vocabulary_parameters
 from infinity.optim.muon import NS_COEFFICIENTS, MuonRule, orthogonalized
+from infinity.optim.shard import Shard
+from infinity.tiers.arithmetic import Computed, Hyper, Run, _apply_on_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -254,16 +258,28 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             gpt_step(model, optimizer, 1)
 
 
-def test_two_ranks_save_and_one_rank_resumes(worlds, tmp_path):
-    expected = worlds(2).run(train_on_ranks, tmp_path, tmp_path / "checkpoint")
-    assert train_on_ranks(tmp_path, tmp_path / "checkpoint", resumes=True) == expected[0] == expected[1]
+@pytest.mark.parametrize("make", ["gpt", "uneven"])
+def test_two_ranks_save_and_one_rank_resumes(make, worlds, tmp_path):
+    expected = worlds(2).run(train_on_ranks, make, tmp_path, tmp_path / "checkpoint")
+    assert train_on_ranks(make, tmp_path, tmp_path / "checkpoint", resumes=True) == expected[0] == expected[1]
 
 
-def train_on_ranks(folder, checkpoint, resumes=False):
+class Uneven(nn.Module):
+    """Two matrices of different sizes: the shard of the smaller one has a long gap."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = nn.Linear(64, 64, bias=False), nn.Linear(64, 96, bias=False)
+
+    def forward(self, tokens, _):
+        return self.large(self.small(tokens[:, :1].float().expand(-1, 64) / 61)).square().mean()
+
+
+def train_on_ranks(make, folder, checkpoint, resumes=False):
     """States after four steps of the same data on each rank; a checkpoint after two."""
     torch.manual_seed(0)
     with infinity.init(ranks_settings(folder, **NVME)):
-        model = ranks_gpt()
+        model = ranks_gpt() if make == "gpt" else Uneven()
     optimizer = infinity.Muon(model.parameters(), **OPTIONS)
     with infinity.engine_of(model) as engine:
         if resumes:
@@ -301,6 +317,7 @@ def test_convolutions_and_tables_of_positions_have_adamw(tmp_path):
         def __init__(self):
             super().__init__()
             self.patch, self.positions, self.mix = nn.Conv2d(3, 16, 4), nn.Parameter(torch.zeros(1, 9, 16)), nn.Linear(16, 16)
+            self.depthwise = nn.Conv1d(16, 16, 3, groups=16)
 
         def forward(self, x):
             return self.mix(self.patch(x).flatten(2).transpose(1, 2) + self.positions)
@@ -325,6 +342,28 @@ def test_a_group_may_decide_itself(tmp_path):
     assert [(group["muon"], group["lr"]) for group in optimizer.param_groups] == [(False, 0.5), (True, 0.02), (False, 3e-3)]
 
 
+def test_a_group_for_both_has_no_learning_rate_of_its_own(tmp_path):
+    def groups(model):
+        return [{"params": list(model.parameters()), "lr": 0.1}]
+
+    with pytest.raises(infinity.ConfigError, match="a parameter group with lr has matrices for Muon and other parameters for AdamW"):
+        divided(tiny_gpt(), tmp_path, groups)
+    model = tiny_gpt()
+    with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")):
+        optimizer = infinity.Muon([{"params": list(model.parameters()), "lr": 0.1, "weight_decay": 0.0}], adjust_lr_fn="match_rms_adamw")
+        assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.0), (0.1, 0.0)]
+
+
+def test_a_parameter_without_an_optimizer_needs_no_whole_matrix(tmp_path):
+    def others(model):
+        return [param for name, param in model.named_parameters() if name != "token.weight"]
+
+    with training(tiny_gpt, tmp_path, optimizer=infinity.Muon, groups=others) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        (format,) = {chunk.record.format for chunk in engine.registry.chunks_of(engine.registry.find(model.token.weight))}
+        assert format.unit == "element"
+
+
 def test_one_learning_rate_serves_both_if_updates_match_those_of_adamw(tmp_path):
     model = tiny_gpt()
     with infinity.offload(model, infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", host_memory="64MiB")):
@@ -337,6 +376,7 @@ def test_one_learning_rate_serves_both_if_updates_match_those_of_adamw(tmp_path)
     [
         ({"adjust_lr_fn": "match"}, "adjust_lr_fn='match': expected one of None, 'original', 'match_rms_adamw'"),
         ({"adamw": {"learning_rate": 1}}, "adamw has learning_rate: expected some of lr, betas, eps, weight_decay"),
+        ({"adamw": 1e-3}, "adamw=0.001: expected a dict with some of lr, betas, eps, weight_decay"),
         ({"ns_steps": 0}, "ns_steps=0.0: expected an integer from 1 to 99"),
         ({"ns_coefficients": (1, 2)}, "expected three numbers"),
         ({"momentum": -1}, "momentum=-1.0: expected 0 or more"),
@@ -354,5 +394,26 @@ def test_vectors_and_tiles_are_refused(tmp_path):
 
     with pytest.raises(infinity.ConfigError, match=r"a group with 'muon': True has a parameter of shape \(32,\)"):
         divided(tiny_gpt(), tmp_path, vectors)
-    with pytest.raises(infinity.ConfigError, match="lies in tiles .tile_above., and Muon needs the whole matrix"):
+    with pytest.raises(infinity.ConfigError, match="lies in tiles, and MuonRule needs the whole matrix. Set tile_above=None in infinity.Config"):
         divided(tiny_gpt(), tmp_path, tile_above=2048)
+
+
+def test_units_beyond_2_to_the_32_elements_are_whole():
+    """Random bits are drawn for each unit, wherever the unit begins in its parameter."""
+    shape, rule = (32, 96), MuonRule()
+    numel = 3 * 32 * 96
+    format = Format("bf16", moments=rule.moments, moments_dtype="bf16", unit="matrix")
+    dtypes = {"weight": torch.bfloat16, "residual": torch.int16, "momentum": torch.bfloat16}
+    states = [Shard(format, {name: torch.zeros(numel, dtype=dtype) for name, dtype in dtypes.items()}) for _ in range(2)]
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    group = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": 1.0, "ns_coefficients": NS_COEFFICIENTS, "eps": 1e-7, "ns_steps": 5.0}
+    param = SimpleNamespace(name="w", shape=(1 << 21, *shape))
+    begin = ((1 << 32) // (32 * 96) - 1) * 32 * 96  # the second unit has element 2^32
+    for state, cuts in zip(states, ([0, numel], [0, 32 * 96, numel])):
+        for start, end in zip(cuts, cuts[1:]):
+            run = Run(start, end, 0, 1, 0, begin + start)
+            computed = Computed([run], Hyper([rule], [group]), [param], 0)
+            _apply_on_device(run, state, gradient, computed, torch.device("cpu"))
+    assert states[0]["momentum"].any()
+    for name in dtypes:
+        assert_same_bits(states[0][name], states[1][name], name)

@@ -30,7 +30,8 @@ def shard(rule, dtype, moments_dtype, numel):
     made = {"bf16": {"weight": weight, "residual": residual}, "fp16": {"weight": master.half(), "master": master}}
     made["fp32"] = {"weight": master}
     moments = {name: torch.rand(numel, generator=generator).to(moments_dtype) for name in rule.moments}
-    return Shard(Format(dtype, moments=rule.moments), made[dtype] | moments)
+    name = "bf16" if moments_dtype is torch.bfloat16 else "fp32"
+    return Shard(Format(dtype, moments=rule.moments, moments_dtype=name), made[dtype] | moments)
 
 
 @pytest.mark.parametrize("name", RULES)
