@@ -11,8 +11,8 @@ mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.0
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
-infinity with `infinity.accumulate` instead of a loop over micro-batches. muon is infinity with `infinity.Muon`. Its losses differ from those of AdamW.
-FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory. DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain
+infinity with `infinity.accumulate` instead of a loop over micro-batches. muon is infinity with
+`infinity.Muon`. Its losses differ from those of AdamW. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory. DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain
 PyTorch has everything on the device. compute is plain PyTorch without gradients, optimizer states and updates: the time of the passes alone.
 Its losses stay those of the first step.
 

@@ -18,9 +18,9 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import ROUNDED, STORAGES, Format, storage_of, trainable_names
+from infinity.formats.format import STORAGES, Format, storage_of, trainable_names
 
-_NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in STORAGES.items() if name != ROUNDED}
+_NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in reversed(STORAGES.items())}  # the first one of each compute dtype
 
 
 def floating_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -115,8 +115,8 @@ class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
     name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
-    only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit: what no shard
-    cuts, see [Note: units of a rule] in optim/rules.py; of a frozen parameter an element.
+    only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit:
+    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter.
     """
 
     name: str

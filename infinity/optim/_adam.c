@@ -10,13 +10,15 @@
  *   adam(weight, residual, momentum, variance, momentum_scale, variance_scale, grad, numel, grad_is_fp32, scalars, decoupled, dither,
  *        threads, isa, stores)
  *       Updates one shard in place, one pass: 12 bytes a parameter read, 12 written (8 and 8 with dither, 6 and 6 with scales), and
- *       the gradient. With scales and residual 0, the weight is bf16[numel] and rounded stochastically. The scales are 0, or uint8[numel / 128] of 8-bit moments: [Note: 8-bit moments] in eight_bit.py.
+ *       the gradient. The scales are 0, or uint8[numel / 128] of 8-bit moments: [Note: 8-bit moments] in eight_bit.py. With scales,
+ *       and with residual 0, the weight is bf16[numel] and rounded stochastically.
  *       stores: 1 (weights), 2 (moments) or 3 (both). With 2, weight and residual are 0. With 1 or 2, the update is decoupled.
  *       After a call with 1 and a call with 2, all bits are those of one call with 3.
  *       weight is bf16[numel] and residual int16[numel], or weight fp32[numel] and residual 0; the moments are fp32[numel].
  *       scalars: (grad_scale, decay_or_l2, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps,
  *       step_size), each rounded to fp32 here, once. isa: one of isas(), or None for the widest.
- *       dither: None, or (key0, key1, index) of uint32: the moments are bf16[numel], see [Note: bf16 moments]; a split master.
+ *       dither: None, or (key0, key1, index) of uint32, for a split master or scales: without scales the moments are bf16[numel],
+ *       see [Note: bf16 moments].
  *   split(master, weight, residual, numel, threads);  join(weight, residual, master, numel, threads)
  *   accumulate(dst, src, numel, src_is_fp32, first, threads)
  *       dst fp32[numel] = src if first, else += src.

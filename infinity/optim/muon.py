@@ -1,6 +1,7 @@
 """Muon: the momentum of a matrix, orthogonalized by Newton-Schulz iterations, is the update. All other parameters have AdamW.
 
-Knows matrices, hyper-parameters, and which parameters belong to a vocabulary. Must not know chunks, ranks, tiers or how the engine works.
+Knows matrices, hyper-parameters, and which parameters are matrices of hidden layers. Must not know chunks, ranks, tiers or how the engine
+works.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError
+from infinity.model.hidden_matrices import hidden_matrices
 from infinity.model.parameters import owner_of
-from infinity.model.vocabulary import convolution_parameters, vocabulary_parameters
 from infinity.optim.loss_scale import LossScale
 from infinity.optim.optimizers import Optimizer
 from infinity.optim.rules import AdamRule, Rule, wrong_numbers
@@ -86,8 +87,9 @@ class Muon(Optimizer):
 
     Muon updates parameters of two dimensions, and stacks of matrices such as the weights of experts. AdamW updates embeddings, the output layer
     over a vocabulary, vectors and convolutions. A parameter group with "muon": True or False decides for its parameters itself. Other
-    groups are divided into two: first the matrices, then the rest. Such a group may have a weight_decay for both. ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn:
-    "original" (or None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n)), "match_rms_adamw" by
+    groups are divided into two: first the matrices, then the rest. Such a group may have a weight_decay for both.
+
+    ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn: "original" (or None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n)), "match_rms_adamw" by
     0.2 sqrt(max(m, n)), so that one learning rate works for both. adamw: lr, betas, eps and weight_decay of AdamW; missing ones have the
     defaults of `infinity.AdamW`. With "match_rms_adamw", its lr is the lr of Muon by default. Other options: see `Optimizer`.
 
@@ -161,13 +163,7 @@ def _divided(group: dict) -> Iterator[tuple[bool, list[torch.nn.Parameter]]]:
         yield bool(group["muon"]), params
         return
     models = {id(model): model for param in params if (engine := owner_of(param)) is not None and (model := engine.model) is not None}
-    others = {id(param) for model in models.values() for param in (*vocabulary_parameters(model), *convolution_parameters(model))}
-    is_muon = [_is_matrix(param) and id(param) not in others for param in params]
-    for kind in (True, False):
-        if members := [param for param, each in zip(params, is_muon) if each == kind]:
-            yield kind, members
-
-
-def _is_matrix(param: torch.Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of matrices. [1, n, d] is rather a table of positions."""
-    return param.dim() == 2 or (param.dim() == 3 and param.shape[0] > 1)
+    matrices = {id(param) for model in models.values() for param in hidden_matrices(model)}
+    for is_muon in (True, False):
+        if members := [param for param in params if (id(param) in matrices) == is_muon]:
+            yield is_muon, members

@@ -11,8 +11,9 @@ elementwise rule is one rounding of fp32, so a shard has the same bits on every 
 #
 # [Note: units of a rule]
 # An update of one element may depend on other elements: on the whole matrix in Muon, on the norm of the whole parameter in LAMB. A unit is
-# the set of elements that one update reads. No shard and no chunk cuts a unit (unit_packing.py). So each rank updates its shard alone. A rule of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go
-# there and come back. So the result has the same bits wherever the record rests.
+# the set of elements that one update reads. No shard and no chunk cuts a unit (unit_packing.py). So each rank updates its shard alone. A rule
+# of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go there and come back. So
+# all records have the same arithmetic, wherever they rest.
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ UNITS = ("element", "matrix", "parameter")
 
 
 def unit_shape(unit: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one unit of a parameter with this shape; () for elements. A parameter of more than two
-    dimensions is a stack of matrices, which are its last two dimensions."""
+    """The shape of one unit of a parameter with this shape; () for elements. A parameter of more than two dimensions is a stack of matrices,
+    which are its last two dimensions."""
     return () if unit == "element" else tuple(shape[-2:] if unit == "matrix" else shape)
 
 
@@ -102,8 +103,8 @@ class Rule:
     ) -> None:
         """Update a shard's segments in place; see [Note: how a shard is updated]. All 1-D [numel] on one device.
 
-        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments of less than 32 bits. shape: of
-        a unit, unless the unit is an element. The shard has whole units then.
+        shard: with all segments of its format. grad: bf16, fp16 or fp32, multiplied by grad_scale first. dither: for moments of less than 32
+        bits, and for weights without a master. shape: of a unit, unless the unit is an element. The shard has whole units then.
         """
         numel = grad.numel()
         block = _BLOCK_NUMEL if grad.device.type == "cpu" and self.unit == "element" else max(numel, 1)
@@ -124,15 +125,7 @@ class Rule:
                 self.update(weight, gradient, {name: view[index] for name, view in views.items()}, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
-        draws = None if dither is None else dither.after(begin)
-        part.store(p, draws)
-        for index, (name, value) in enumerate(moments.items()):
-            if not part.format.rounds_moments:
-                part.store_moment(name, value)
-                continue
-            if index % 2 == 0:
-                random = draws.of_pair(index // 2).bits(p.numel(), p.device)
-            part.store_moment(name, value, random >> 16 * (index % 2) & 0xFFFF)
+        part.store(p, moments, None if dither is None else dither.after(begin))
 
 
 class AdamRule(Rule):
@@ -171,13 +164,9 @@ class AdamRule(Rule):
         block = _BLOCK_NUMEL * 8 if grad.device.type == "cpu" else max(grad.numel(), 1)
         for begin in range(0, grad.numel(), block):
             part = shard.part(begin, min(begin + block, grad.numel()))
-            master, moments = part.masters(), [part.moment(name) for name in ADAM_MOMENTS]
-            adam_step(master, None, moments, grad[begin : begin + block].float(), scalars, **how)
-            draws = None if dither is None else dither.after(begin)
-            part.store(master, draws)
-            random = draws.bits(master.numel(), master.device) if part.format.rounds_moments else None
-            for index, (name, value) in enumerate(zip(ADAM_MOMENTS, moments)):
-                part.store_moment(name, value, None if random is None else random >> 16 * index & 0xFFFF)
+            master, moments = part.masters(), {name: part.moment(name) for name in ADAM_MOMENTS}
+            adam_step(master, None, tuple(moments.values()), grad[begin : begin + block].float(), scalars, **how)
+            part.store(master, moments, None if dither is None else dither.after(begin))
 
     @property
     def can_advance(self):

@@ -58,12 +58,17 @@ class Shard(dict):
         weights = self.codec.weights(self)
         return weights if weights.dtype is dtype else self.masters().to(dtype)
 
-    def store(self, masters: torch.Tensor, dither: Dither | None) -> None:
-        """fp32 [numel], as `masters` gave them and changed in place, become the weights. dither: of a storage that rounds weights."""
+    def store(self, masters: torch.Tensor, moments: dict[str, torch.Tensor], dither: Dither | None) -> None:
+        """The result of an update becomes the segments. masters, moments: fp32 [numel], as `masters` and `moment` gave them and changed in
+        place. dither: of a format that rounds."""
         if self.format.rounds_weights:
             self.codec.store(self, masters, dither.of_pair(WEIGHT_PAIR).bits(masters.numel(), masters.device) & 0xFFFF)
         else:
             self.codec.store(self, masters)
+        for index, (name, value) in enumerate(moments.items()):
+            if self.format.rounds_moments and index % 2 == 0:  # 32 bits serve two moments
+                random = dither.of_pair(index // 2).bits(value.numel(), value.device)
+            self.store_moment(name, value, random >> 16 * (index % 2) & 0xFFFF if self.format.rounds_moments else None)
 
     def moment(self, name: str) -> torch.Tensor:
         """fp32 [numel]: a moment. It may be the segment itself."""

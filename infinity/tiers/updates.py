@@ -144,7 +144,8 @@ class Updater:
             at_home = all(home.is_host for home in chunk.homes.values())
             format = chunk.record.format
             may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, whole=format.has_coded_moments or format.rounds_weights)
-            in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(self.params[i] for i in chunk.whole_pieces)
+            params = (self.params[index] for index in chunk.whole_pieces)
+            in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(params)
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)
 
     @functools.cached_property

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_of, training
 from models import gpt_step, tiny_gpt
-from test_muon import DEVICE, HOST
+from test_muon import DEVICE, HOST, load_dcp, resumed
 
 from torch import nn
 
@@ -246,14 +246,6 @@ def test_a_frozen_weight_is_the_same_without_a_master(tmp_path):
         assert engine.read_state(model[1].weight).keys() == {"weight", "momentum", "variance"}
 
 
-def resumed(directory, checkpoint, load, **config):
-    with training(tiny_gpt, directory, seed=1, **BF16 | config) as (model, engine, ours):
-        load(checkpoint, model, ours)
-        for step in (2, 3):
-            gpt_step(model, ours, step)
-        return states_of(engine, model)
-
-
 @pytest.mark.parametrize("master", ["fp32", "none"])
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(master, tmp_path):
     with training(tiny_gpt, tmp_path, **NVME | BF16 | {"master": master}) as (model, engine, ours):
@@ -264,10 +256,10 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(master, tmp_pat
         for step in (2, 3):
             gpt_step(model, ours, step)
         expected = states_of(engine, model)
+    how = {"optimizer": infinity.AdamW, "options": {}, "master": master} | BF16
     for places in (NVME, HOST | {"chunk_mib": 1 / 8}):
-        assert_same_states(resumed(tmp_path, tmp_path / "checkpoint", infinity.load, **places, master=master), expected)
-    dcp = lambda *arguments: infinity.load_dcp(*arguments, trust_pickle=True)
-    for name, state in resumed(tmp_path, tmp_path / "dcp", dcp, master=master).items():  # has the values in fp32, whose blocks may get other scales
+        assert_same_states(resumed(tmp_path, tmp_path / "checkpoint", infinity.load, **places, **how), expected)
+    for name, state in resumed(tmp_path, tmp_path / "dcp", load_dcp, **how).items():  # has the values in fp32, whose blocks may get other scales
         assert torch.allclose(state["weight"].float(), expected[name]["weight"].float(), atol=2e-3), name
 
 

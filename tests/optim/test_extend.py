@@ -98,7 +98,9 @@ class Lamb(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p] or self.state[p].update(step=0, m=torch.zeros_like(p).double(), v=torch.zeros_like(p).double()) or self.state[p]
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "m": torch.zeros_like(p).double(), "v": torch.zeros_like(p).double()}
                 state["step"] += 1
                 grad = p.grad.double()
                 state["m"] += 0.1 * (grad - state["m"])

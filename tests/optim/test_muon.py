@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import infinity
 from infinity.formats.format import Format
-from infinity.model.vocabulary import vocabulary_parameters
+from infinity.model.hidden_matrices import hidden_matrices
 from infinity.optim.muon import NS_COEFFICIENTS, MuonRule, orthogonalized
 from infinity.optim.shard import Shard
 from infinity.tiers.arithmetic import Computed, Hyper, Run, _apply_on_device
@@ -33,13 +33,17 @@ def ours(matrix):
     return orthogonalized(matrix, NS_COEFFICIENTS, num_steps=5, eps=1e-7)
 
 
+def halves(model):
+    """The matrices of hidden layers, and all other parameters."""
+    matrices = hidden_matrices(model)
+    return matrices, [param for param in model.parameters() if all(param is not other for other in matrices)]
+
+
 class Both:
     """torch.optim.Muon and the stated AdamW, as one optimizer over a plain model."""
 
     def __init__(self, model, adamw=ReferenceAdamW):
-        vocabulary = {id(param) for param in vocabulary_parameters(model)}
-        matrices = [param for param in model.parameters() if param.dim() == 2 and id(param) not in vocabulary]
-        others = [param for param in model.parameters() if all(param is not other for other in matrices)]
+        matrices, others = halves(model)
         self.muon, self.adamw = torch.optim.Muon(matrices, lr=OPTIONS["lr"]), adamw(others, lr=OPTIONS["adamw"]["lr"])
 
     def step(self):
@@ -219,8 +223,9 @@ def test_by_layer_equals_the_loop(tmp_path):
 
 
 def resumed(directory, checkpoint, load, **config):
-    """The states after two more steps from a checkpoint."""
-    with training(tiny_gpt, directory, seed=1, optimizer=infinity.Muon, options=OPTIONS, **config) as (model, engine, optimizer):
+    """The states after two more steps from a checkpoint. config: also of `training`."""
+    how = {"optimizer": infinity.Muon, "options": OPTIONS} | config
+    with training(tiny_gpt, directory, seed=1, **how) as (model, engine, optimizer):
         load(checkpoint, model, optimizer)
         for step in (2, 3):
             gpt_step(model, optimizer, step)

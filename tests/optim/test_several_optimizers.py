@@ -1,9 +1,15 @@
-"""Several optimizers on one engine: the bits of one optimizer, skipped steps, refusals, checkpoints and added parameter groups."""
+"""Several optimizers on one engine: the bits of one optimizer, skipped steps, refusals, checkpoints and added parameter groups.
+
+Long because all tests share the models with two optimizers and the order of their calls.
+"""
+
+import contextlib
 
 import pytest
 import torch
 from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, on_gpu, plain, states_of
 from models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
+from test_muon import DEVICE, HOST, halves
 from test_ranks import gpt as ranks_gpt
 from test_ranks import settings as ranks_settings
 from test_ranks import states_of as bytes_of
@@ -12,20 +18,8 @@ from test_ranks import worlds  # noqa: F401: a fixture
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, UsageError
-from infinity.model.vocabulary import vocabulary_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
-DEVICE = {"param_tier": "device", "optimizer_state_tier": "device"}
-
-
-def halves(model):
-    """The matrices of a model for Muon, and all other parameters."""
-    vocabulary = {id(param) for param in vocabulary_parameters(model)}
-    matrices = [param for param in model.parameters() if param.dim() == 2 and id(param) not in vocabulary]
-    return matrices, [param for param in model.parameters() if all(param is not other for other in matrices)]
-
 
 class Both:
     """Two optimizers, each with step() and zero_grad(), called one after the other."""
@@ -219,6 +213,20 @@ def pair(model, kinds=(infinity.AdamW, infinity.AdamW), **options):
     return [kind(group["params"], **({"lr": 1e-2} | options)) for kind, group in zip(kinds, two_parts(model))]
 
 
+@contextlib.contextmanager
+def two_optimizers(directory, *, options=None, **config):
+    """Yields (model, engine, first, second): an mlp, its engine, and the optimizers of its halves. Closes the engine."""
+    model, engine = offloaded(mlp, directory, **config)
+    with engine:
+        yield model, engine, *pair(model, **(options or {}))
+
+
+def update_counts(engine, model):
+    """The number of updates of each parameter."""
+    engine.flush()
+    return [engine.parameter_values.num_updates(param) for param in model.parameters()]
+
+
 def backward(model, step):
     loss = loss_of(model(inputs(model, step).to(next(model.parameters()).dtype)).float())
     loss.backward()
@@ -232,9 +240,7 @@ def backward(model, step):
 def test_zero_grad_without_step_skips_the_step(dtype, places, order, chunk_mib, tmp_path):
     """Weights, moments and step counts of the skipped parameters stay, as in plain PyTorch without their step()."""
     plain_model, reference = plain(mlp, dtype=dtype, groups=two_parts)
-    model, engine = offloaded(mlp, tmp_path, dtype=dtype, chunk_mib=chunk_mib, update="deferred", **places)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, dtype=dtype, chunk_mib=chunk_mib, update="deferred", **places) as (model, engine, first, second):
         for step in range(4):
             backward(model, step)
             backward(plain_model, step)
@@ -293,9 +299,7 @@ def test_skips_and_added_groups_fit_updates_that_are_announced(dtype, tmp_path):
 def test_a_skipped_step_counts_all_gradients_in_the_norm(tmp_path):
     """As if the program had clipped the gradients of all parameters before."""
     plain_model, reference = plain(mlp, groups=two_parts)
-    model, engine = offloaded(mlp, tmp_path, **NVME)
-    with engine:
-        first, second = pair(model, max_grad_norm=1e-3)
+    with two_optimizers(tmp_path, **NVME, options={"max_grad_norm": 1e-3}) as (model, engine, first, second):
         backward(model, 0)
         first.step()
         first.zero_grad()
@@ -303,8 +307,7 @@ def test_a_skipped_step_counts_all_gradients_in_the_norm(tmp_path):
         backward(plain_model, 0)
         norm = torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 1e-3).item()
         assert first.grad_norm == second.grad_norm == pytest.approx(norm, rel=1e-6)
-        engine.flush()
-        assert [engine.parameter_values.num_updates(param) for param in model.parameters()] == [1] * 4 + [0] * 4
+        assert update_counts(engine, model) == [1] * 4 + [0] * 4
         expected = {param: param.detach().clone() for group in reference.param_groups[1:] for param in group["params"]}
         for name, param in list(plain_model.named_parameters())[4:]:
             assert torch.equal(engine.read_state(model.get_parameter(name))["weight"], expected[param])
@@ -312,9 +315,7 @@ def test_a_skipped_step_counts_all_gradients_in_the_norm(tmp_path):
 
 
 def test_zero_grad_of_all_drops_all_gradients(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, update="deferred", **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, update="deferred", **NVME) as (model, engine, first, second):
         before = states_of(engine, model)
         backward(model, 0)
         first.zero_grad()
@@ -327,37 +328,29 @@ def test_zero_grad_of_all_drops_all_gradients(tmp_path):
 
 
 def test_zero_grad_from_before_the_backward_pass_skips_nothing(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, update="deferred", **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, update="deferred", **NVME) as (model, engine, first, second):
         first.zero_grad()
         backward(model, 0)
         second.step()
         first.step()
-        engine.flush()
-        assert [engine.parameter_values.num_updates(param) for param in model.parameters()] == [1] * 8
+        assert update_counts(engine, model) == [1] * 8
 
 
 def test_a_skip_is_refused_once_updates_have_begun(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, update="backward", **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, update="backward", **NVME) as (model, engine, first, second):
         backward(model, 0)
         first.step()
         with pytest.raises(UsageError, match=r"zero_grad\(\) between a backward pass that has begun to update and its step\(\)"):
             second.zero_grad()
         second.step()
-        engine.flush()
-        assert [engine.parameter_values.num_updates(param) for param in model.parameters()] == [1] * 8
+        assert update_counts(engine, model) == [1] * 8
 
 
 # ---- the order of calls ----
 
 
 def test_a_pass_between_two_steps_names_the_optimizer_without_step(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, update="deferred", **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, update="deferred", **NVME) as (model, engine, first, second):
         backward(model, 0)
         second.step()
         for training in (True, False):
@@ -378,26 +371,21 @@ def test_a_pass_between_two_steps_names_the_optimizer_without_step(tmp_path):
 
 
 def test_model_zero_grad_between_two_steps_is_refused_with_a_remedy(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, update="deferred", **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, update="deferred", **NVME) as (model, engine, first, second):
         backward(model, 0)
         first.step()
         model.zero_grad()
         with pytest.raises(UsageError, match=r"step.. is missing: AdamW of .* or zero_grad.. of an optimizer that skips this step"):
             second.step()
         second.zero_grad()
-        engine.flush()
-        assert [engine.parameter_values.num_updates(param) for param in model.parameters()] == [1] * 4 + [0] * 4
+        assert update_counts(engine, model) == [1] * 4 + [0] * 4
         first.zero_grad()
         backward(model, 1)
 
 
 def test_both_step_with_gradients_that_the_program_sets(tmp_path):
     plain_model, reference = plain(mlp, groups=two_parts)
-    model, engine = offloaded(mlp, tmp_path, **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, **NVME) as (model, engine, first, second):
         for step in range(2):
             first.zero_grad()
             for each in (model, plain_model):
@@ -411,9 +399,7 @@ def test_both_step_with_gradients_that_the_program_sets(tmp_path):
 
 
 def test_gradients_of_a_part_are_not_dropped_between_two_passes(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, **NVME)
-    with engine:
-        first, second = pair(model, accumulation_steps=2)
+    with two_optimizers(tmp_path, **NVME, options={"accumulation_steps": 2}) as (model, engine, first, second):
         backward(model, 0)
         first.zero_grad()
         with pytest.raises(UsageError, match="after zero_grad.. of some optimizers, and the gradients of these are left: AdamW of"):
@@ -580,9 +566,7 @@ def test_optimizers_made_again_replace_the_earlier_ones(tmp_path):
 
 
 def test_a_partial_overlap_is_refused_with_a_name_and_a_place(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, **NVME) as (model, engine, first, second):
         with pytest.raises(ConfigError, match=r"layers.1.bias is already in the AdamW that was made at .*test_several_optimizers.py:\d+"):
             infinity.AdamW([model.layers[1].bias])
         assert engine.optimizer == (first, second)
@@ -660,9 +644,7 @@ def test_a_dcp_checkpoint_of_both_resumes_with_the_same_bits(tmp_path):
 
 
 def test_one_of_two_optimizers_is_not_saved_or_loaded_alone(tmp_path):
-    model, engine = offloaded(mlp, tmp_path, **NVME)
-    with engine:
-        first, second = pair(model)
+    with two_optimizers(tmp_path, **NVME) as (model, engine, first, second):
         infinity.save(tmp_path / "saved", model, [second, first])
         for call in (infinity.save, infinity.load):
             for given in (first, [second], (first, first)):
