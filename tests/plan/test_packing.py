@@ -352,7 +352,7 @@ def test_a_trainable_fp32_record_has_no_residual():
 def test_a_frozen_record_has_only_the_weight(format):
     record = record_layout(4096, Format(format, False))
     assert len(record.segments) == 1
-    assert record.nbytes == record.weight_nbytes == 4096 * DTYPE_NBYTES[format]
+    assert record.nbytes == record.weight_nbytes == 4096 * Format(format, False).itemsize
     assert record.states_nbytes == 0
 
 

@@ -75,7 +75,7 @@ def test_little_swap_is_not_worth_measuring(paths, monkeypatch):
 
 
 def test_a_slow_path_is_found_and_named_also_with_little_swap(paths, monkeypatch):
-    slow_down(monkeypatch, (0.0, 0.006))
+    slow_down(monkeypatch, (0.0, 0.03))
     with pytest.warns(RuntimeWarning) as warned, Swap(paths[:2]) as swap:
         fast, slow = (sum(stripe.nbytes for stripe in swap.allocate(40 * MIB).stripes if stripe.path == path) for path in (0, 1))
     assert 2 < fast / slow

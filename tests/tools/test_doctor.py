@@ -394,7 +394,7 @@ def test_checks_leave_a_directory_unchanged(tmp_path):
 def test_directories_are_compared_and_shared_space_is_reported_once(paths, monkeypatch):
     with contextlib.ExitStack() as stack:
         folders = {path: stack.enter_context(volumes.scratch(path)) for path in paths[:2]}
-        slow_down(monkeypatch, (0.0, 0.006))
+        slow_down(monkeypatch, (0.0, 0.03))
         one_drive, slow = volumes.together(folders)
         with contextlib.closing(volumes.checks(paths[1], folders[paths[1]], [paths[0]])) as checks:
             space = dict(itertools.islice(checks, 2))["space"]()
