@@ -1224,6 +1224,7 @@ def with_extra(content, text):
     return json.dumps(content | {"extra": "EXTRA"}).encode().replace(b'"EXTRA"', text)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused_in_five_seconds_and_64_mib(saved, what):
     run, target, data = saved

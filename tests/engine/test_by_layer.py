@@ -39,7 +39,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
         return losses, states_of(engine, model)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "host", "optimizer_state_tier": "nvme"}], ids=str)
 @pytest.mark.parametrize(
     "update, dtype",

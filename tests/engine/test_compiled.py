@@ -110,7 +110,7 @@ def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_compiled_before_or_after_the_start_is_one_graph(way, before, tmp_path):

@@ -88,6 +88,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("later", [0, 1 << 20])
 @pytest.mark.parametrize("window", [0, 5000, 1 << 30])
 @pytest.mark.parametrize("build", BUILDS)

@@ -168,7 +168,7 @@ def check_placement(case, directory, expected):
     assert_same_states(got, expected_states)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: "-".join(map(str, case)))
 def test_placement_never_changes_a_bit(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
@@ -550,6 +550,7 @@ def traffic_gpt():
     return GPT(hidden=256, layers=8, heads=4, vocab=256, seq=16)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", pytest.param("deferred", marks=pytest.mark.long)])
 @pytest.mark.parametrize("compression, expected", [("off", 12.0), ("auto", 4 + 8 / 3)])
 def test_a_step_moves_26_bytes_a_parameter_or_about_21_with_late_moments(update, compression, expected, tmp_path):

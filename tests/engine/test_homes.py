@@ -92,6 +92,7 @@ def assert_exchanged(engine, before, kind):
             assert (chunk.index in engine.records.caches[each].residents) == chunk.homes[each].is_host, (chunk, each)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", VISITORS)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}], ids=str)
@@ -163,6 +164,7 @@ def test_visitors_whose_homes_were_exchanged_go_home_when_inputs_grow(kind, conf
     assert_same_states(states, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", VISITORS)
 def test_a_checkpoint_of_exchanged_homes_resumes(kind, config_for, tmp_path):
     """In the same engine, where homes are exchanged already, and in a new engine that exchanges homes after the load."""

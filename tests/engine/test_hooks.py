@@ -44,6 +44,7 @@ def plain_step(model, optimizer, step):
     return loss
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("trait", TRAITS)
 def test_a_model_of_each_trait_trains_to_the_bits_of_plain_pytorch(trait, setting, tmp_path):
@@ -221,6 +222,7 @@ RECOMPUTE = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("setting", ["backward", "deferred"])
@@ -741,6 +743,7 @@ class Interruptible(nn.Module):
         return x
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("recursive", [False, True])
 @pytest.mark.parametrize("then", ["train", "zero_grad", "save", "read", "evaluate"])
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -86,6 +86,7 @@ def test_micro_batches_run_one_after_the_other_with_the_same_bits(expected, gaug
     assert_same_states(states, expected[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "capacity, config",
     [

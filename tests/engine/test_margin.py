@@ -76,7 +76,7 @@ def few_gradients_under_way(monkeypatch):
 # Splits of device memory
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize(
@@ -119,6 +119,7 @@ def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, 
         assert home == "nvme" or counts == [0, 1, len(records) // 2, len(records) - 1, total]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_every_trait_with_some_records_on_the_device_has_the_same_bits(name, dtype, update, tmp_path):
@@ -218,7 +219,7 @@ def small_drive(monkeypatch):
 CROWDED = {"host_memory": "320KiB"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_drive, tmp_path):
@@ -256,6 +257,7 @@ class WithMoreLayers(nn.Module):
         return [self.model(x), *(other(x.to(other.weight.dtype)) for other in self.others)]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_every_trait_trains_with_some_records_only_on_the_device(name, dtype, update, small_drive, tmp_path):
@@ -338,6 +340,7 @@ def train(model, engine, optimizer, sizes, gauge):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro, home, gauge, clock, tmp_path):
@@ -415,6 +418,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # a larger micro-batch makes sums leave, then some return
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "seconds, steps_back",
     [

@@ -119,6 +119,7 @@ def reference(make, steps, every=1):
     return model, optimizer
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_each_parameter_trains_in_its_own_dtype(update, place, tmp_path):

@@ -95,6 +95,7 @@ def plain(make, steps):
     return model, optimizer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
     reference, optimizer = plain(MODELS[name], STEPS)
@@ -105,6 +106,7 @@ def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
         assert_equals_reference(engine, model, reference, optimizer)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_layer_wise_accumulation_has_the_bits_of_the_ordinary_loop(name, steps, tmp_path):
@@ -130,6 +132,7 @@ def on_ranks(folder, name, steps, save=None, load=None):
         return {param: {key: value.float().numpy() for key, value in states.items()} for param, states in states_of(engine, model).items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_resumes_the_checkpoint_of_two_ranks(name, steps, worlds, tmp_path):  # noqa: F811

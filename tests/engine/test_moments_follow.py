@@ -64,6 +64,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("delays", ["none", "lane"])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_jobs_give_the_bits_of_one(way, delays, advanced, tmp_path):
@@ -145,6 +146,7 @@ def _unchanged(param):
         param.add_(0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("what", BETWEEN)
 def test_calls_between_the_two_jobs_see_the_whole_update(what, tmp_path):
     """Each job of the update lane is slow, and the call comes right after step()."""
@@ -309,6 +311,7 @@ def train_mixture(directory, options, choice, moments_follow):
         return states_of(engine, model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gradients_of_other_ranks_only_wait_for_moments(choice, two_ranks, tmp_path):  # noqa: F811
     """This rank has no gradient for an expert that another rank has chosen, so no arrival waits for the last update."""

@@ -132,6 +132,7 @@ def by_hand_and_by_backward_in_turn(model, optimizer):
     looked_at(model, optimizer)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "program",

@@ -69,6 +69,7 @@ def twice(model, bound):
     return nn.utils.clip_grad_norm_(model.parameters(), bound)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bound", [1e-3, 0.02, math.inf])
 @pytest.mark.parametrize("clip", CLIPS)

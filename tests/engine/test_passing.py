@@ -202,6 +202,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "program, mode", [pytest.param(p, m, id=f"{p.__name__}-{m}") for p, modes in PROGRAMS.items() for m in modes]

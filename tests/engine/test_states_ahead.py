@@ -53,6 +53,7 @@ def test_the_backward_pass_reads_the_states_of_the_first_updates(residency, expe
         assert found[-1] >= {chunk.index for chunk in first[:20]}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("delays", ["reads", "writes"])
 @pytest.mark.parametrize("num_slots", [2, 5])
 def test_few_slots_and_slow_drives_change_no_bit(num_slots, delays, expected, monkeypatch, tmp_path):
@@ -69,6 +70,7 @@ def test_few_slots_and_slow_drives_change_no_bit(num_slots, delays, expected, mo
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", ["evaluation", "load", "dropped gradients", "changed weight"])
 def test_states_that_are_read_ahead_stay_true(what, tmp_path):
     """After the states are read, the program evaluates, loads a checkpoint, drops gradients or changes a weight."""

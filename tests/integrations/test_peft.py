@@ -72,6 +72,7 @@ def trainable(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("order", ["adapters first", "engine first", "init first"])
 def test_adapters_and_engine_may_be_made_in_any_order(order, adapter, tmp_path):

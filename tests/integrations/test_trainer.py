@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_norms_equal_those_of_a_plain_trainer(case, tmp_path):
     expected = run(transformers.Trainer, tmp_path / "plain", **CASES[case])

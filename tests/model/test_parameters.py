@@ -494,6 +494,7 @@ def test_a_model_changed_after_the_start_trains_as_in_plain_pytorch(change, tmp_
     train_both(mlp, tmp_path, edit=at(2, change), device_memory="auto")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("part", ["layers.0", "layers.1", "layers.1.bias"])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -972,6 +973,7 @@ CONVERSIONS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("change", CONVERSIONS)
 @pytest.mark.parametrize("place", PLACES)
 def test_another_dtype_or_device_is_refused_before_any_copy(place, change, tmp_path):
@@ -1119,7 +1121,7 @@ def train_on_ranks(case, directory):
     train_both(make, directory, **options)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_train_to_the_bits_of_plain_pytorch(case, world, tmp_path):
     world().run(train_on_ranks, case, tmp_path)

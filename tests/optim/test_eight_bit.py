@@ -195,7 +195,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
     expected, states = trained(tmp_path, **DEVICE | KINDS[kind])
@@ -246,6 +246,7 @@ def test_a_frozen_weight_is_the_same_without_a_master(tmp_path):
         assert engine.read_state(model[1].weight).keys() == {"weight", "momentum", "variance"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("master", ["fp32", "none"])
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(master, tmp_path):
     with training(tiny_gpt, tmp_path, **NVME | BF16 | {"master": master}) as (model, engine, ours):

@@ -75,6 +75,7 @@ def test_rmsprop_refuses_invalid_hyperparameters(tmp_path):
 PLACES = {"host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}, "nvme": NVME, "auto": {}, "coded": NVME | {"compression": "on"}}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_coded_format_has_the_same_bits_in_every_tier(update, tmp_path):
     found = {}

@@ -121,7 +121,7 @@ def trained(directory, *, steps=4, make=tiny_gpt, options=None, **config):
         return losses, states_of(engine, model)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [

@@ -224,7 +224,7 @@ RULES = [  # short runs have each precision and each rule once
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer, config", RULES)
 def test_placement_changes_no_bit(config, optimizer, tmp_path):
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer is infinity.SGD else {"lr": 1e-3, "weight_decay": 0.1}

@@ -282,6 +282,7 @@ def test_lack_of_room_never_overrides_a_requested_tier(changes):
     assert DEVICE not in found.homes[STATES] + found.homes[WEIGHTS]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
 def test_all_ranks_crowd_out_the_same_and_enough_records(world, numel):
     """A rank with smaller shards may need more: slots then take host memory that would otherwise be homes."""
@@ -582,6 +583,7 @@ def test_all_records_are_in_host_memory_if_they_fit_with_gradients(device, once_
     assert updated <= 4.7 and moved == homes == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "case, most_updated, most_moved, most_homes",
     [
