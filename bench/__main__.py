@@ -32,6 +32,7 @@ QUICK = {
     "prefetch": "--batches 1,4 --hidden 128 --layers 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "scale": "--params 1e10 --batches 4 --nodes 1 2",
     "split": "--layers 6 --hidden 256 --forward-ms 1 --backward-ms 2 --rounds 1 --steps 2",
+    "tensors": "--tensors 384 --hidden 8 --steps 3",
     "tiling": "--factors 1,4 --most-hidden 512",
     "tune": "--rounds 1 --pairs 3",
 }

@@ -40,6 +40,7 @@ from infinity.errors import UsageError
 from infinity.model.deferred_init import Drawn, drawn_by
 from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_metadata, overwritten_by, parameters_in
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
+from infinity.system.garbage_collector import without_collections
 from infinity.system.mapped import FilesAhead, MappedFiles
 from infinity.system.ranks import Ranks
 from infinity.system.scratch import Place, Scratch
@@ -61,7 +62,7 @@ def init(config: Config | None = None, *, window: int | None = None):
     """
     config = config or Config()
     device = device_of(config.device)
-    with Ranks(device).joined() as ranks:
+    with Ranks(device).joined() as ranks, without_collections():
         windows = _windows(config, device, ranks) if window is None else {"cpu": window, device.type: window}
         mode = ConstructionMode(config, ranks, windows, MIN_WINDOW_NBYTES if window is None else window)
         try:
@@ -169,21 +170,28 @@ class ConstructionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._busy or is_metadata(func):
             return func(*args, **kwargs)
+        if attribute_of(func, "__set__") == "data":
+            return self._set_data(func, *args)
         overwritten = overwritten_by(func, args, kwargs)
         values = [value for value in (*args, *kwargs.values()) if value is not overwritten]
         if self._away:
             if getattr(func, "__name__", "") in LAYOUT_FUNCTIONS and (away := self._away_of(args[0])) is not None:
                 return func(torch.empty(away.shape, dtype=away.dtype, device="meta"), *args[1:], **kwargs)
-            if attribute_of(func, "__set__") == "data":
-                self._bring_back(args[1:])
-                func(*args, **kwargs)
-                self._bring_back(args[:1])  # note the parameter's new data
-                return None
             self._bring_back(values)
         if overwritten is None or not (id(overwritten) in self._present or id(overwritten) in self._away):
             return func(*args, **kwargs)
         with self._undisturbed():
             return self._overwrite(overwritten, func, args, kwargs)
+
+    def _set_data(self, func, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor.data = value`. func: the setter."""
+        self._bring_back([value])
+        func(tensor, value)
+        if id(tensor) in self._present:
+            self._note_present(tensor)
+            self._shrink()
+        else:
+            self._bring_back([tensor])
 
     def roots(self) -> list[nn.Module]:
         """The modules without a parent, oldest first."""
@@ -199,8 +207,10 @@ class ConstructionMode(TorchFunctionMode):
 
     def settle(self) -> None:
         """The block ends. Small models, and parameters that only the program holds, get their values back."""
-        used = {id(param): param for root in self.roots() for param in root.parameters()}
-        if sum(map(_nbytes, used.values())) <= self.whole_nbytes:
+        with torch._C.DisableTorchFunction():
+            used = {id(param): param for root in self.roots() for param in root.parameters()}
+            nbytes = sum(map(_nbytes, used.values()))
+        if nbytes <= self.whole_nbytes:
             self._bring_back(used.values())
         for key in [key for key in self._away if key not in used]:
             param, away = self._away[key]
@@ -236,30 +246,33 @@ class ConstructionMode(TorchFunctionMode):
         return value
 
     def _parameter_registered(self, module, name, param):
-        self._note_module(module)
-        if param is not None:
-            self._notice(param)
-            self._shrink(keep={id(param)})
+        with torch._C.DisableTorchFunction():  # each getter would call `__torch_function__`
+            self._note_module(module)
+            if param is not None:
+                self._notice(param)
+                self._shrink(keep=(id(param),))
 
     def _module_registered(self, module, name, child):
-        self._note_module(module)
-        if child is not None:
-            self._note_module(child)
-            self._children.add(id(child))
-            for param in child.parameters():
-                self._notice(param)
-            self._shrink()
+        with torch._C.DisableTorchFunction():
+            self._note_module(module)
+            if child is not None:
+                self._note_module(child)
+                self._children.add(id(child))
+                self._shrink()
 
     def _note_module(self, module: nn.Module) -> None:
+        """Note a module. An unknown one may have been made outside of the block, with parameters that no hook has reported."""
         reference = self._modules.get(id(module))
         if reference is None or reference() is not module:
             self._children.discard(id(module))  # the address of an earlier module
             self._modules[id(module)] = weakref.ref(module)
+            for param in module.parameters():
+                self._notice(param)
 
     def _notice(self, param: nn.Parameter) -> None:
         present = self._present.get(id(param))
         if present is not None:
-            if present != _present_of(param):  # the parameter has new data, such as after `module.to(...)`
+            if present != _present_of(param):  # an operation outside of the mode has changed the data
                 self._note_present(param)
             return
         if id(param) in self._away or not param.is_floating_point() or not param.numel():

@@ -45,7 +45,8 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
 
     All ranks must make this call. Raises ConfigError or UsageError for a model that no engine can train, and changes nothing then.
     """
-    _refuse_untrainable(model, config)
+    with torch._C.DisableTorchFunction():  # inside infinity.init each getter would call `__torch_function__`
+        _refuse_untrainable(model, config)
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)

@@ -189,6 +189,7 @@ class _Cuts:
         self.params = [param for _, param in named]
         self.specs = _specs(named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
+        self._layout = functools.lru_cache(4)(functools.partial(layout, self.specs, world=world))  # a search asks for some sizes again
         modules = list(model.modules())
         self.has_regions = any(map(is_region, modules))
         self.held_together = _held_together(model, self.params)
@@ -209,7 +210,7 @@ class _Cuts:
         )
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
-        cut = layout(self.specs, chunk_numel=chunk_numel, world=self.world)
+        cut = self._layout(chunk_numel=chunk_numel)
         records = [record_layout(chunk.shard_used(rank), chunk.format) for chunk in cut.chunks]
         pooled = {record: compression.pooled_nbytes(record, codes=way.compresses) for record in set(records) if way.late}  # few different ones
         spans = [cut.spans[index] for index in {cut.homes[index].span for index in self.written}]

@@ -96,10 +96,11 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     forward pass, like torch.nn.utils.spectral_norm.
     """
     for prefix, module in model.named_modules():
-        made_anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or name in made_anew:
-                continue
+        added = vars(module).keys() - _OF_EVERY_MODULE
+        if added and (hooks := module._forward_pre_hooks):
+            added.difference_update(getattr(hook, "name", None) for hook in hooks.values())
+        for name in sorted(added):
+            value = vars(module)[name]
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
             for suffix, item in [("", value), *((f"[{key!r}]", item) for key, item in items)]:
                 if isinstance(item, torch.Tensor):

@@ -5,6 +5,8 @@ Knows torch functions as `__torch_function__` gets them. Must not know where val
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
@@ -25,11 +27,13 @@ _OVERWRITING = frozenset("normal_ uniform_ fill_ zero_ copy_".split())
 _INITIALISERS = frozenset("normal_ uniform_ constant_ kaiming_uniform_".split())  # those that call the mode
 
 
+@functools.lru_cache(1024)  # a model has few functions, and calls each for every parameter
 def is_metadata(func) -> bool:
     """Whether the result depends only on shape, dtype and device of a tensor."""
     return getattr(func, "__name__", "") in _METADATA_FUNCTIONS or attribute_of(func, "__get__") in _METADATA
 
 
+@functools.lru_cache(1024)
 def attribute_of(func, access: str) -> str:
     """The name of the tensor attribute that func reads (`__get__`) or writes (`__set__`); "" for other functions."""
     return getattr(getattr(func, "__self__", None), "__name__", "") if getattr(func, "__name__", "") == access else ""

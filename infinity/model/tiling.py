@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
@@ -86,7 +87,8 @@ def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
 
 def _weights_to_cut(model: nn.Module, above_nbytes: int, itemsize: int) -> list[tuple[nn.Parameter, list[nn.Module]]]:
     """Weights of more bytes than above_nbytes that only layers with a tiled form refer to, with these layers."""
-    large = [module for module in model.modules() if _has_tiled_form(module) and _nbytes(module, itemsize) > above_nbytes]
+    with torch._C.DisableTorchFunction():  # inside infinity.init each getter would call `__torch_function__`
+        large = [module for module in model.modules() if _has_tiled_form(module) and _nbytes(module, itemsize) > above_nbytes]
     if not large:  # the search for references looks at all attributes of all modules
         return []
     users: dict[int, list[tuple[nn.Module, str]]] = {}

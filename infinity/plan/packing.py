@@ -258,7 +258,7 @@ def layout(specs: Iterable[ParameterSpec], *, chunk_numel: int, world: int) -> L
         whole = [Piece(param, offset, 0, specs[param].numel) for param, offset in zip(run.params, run.offsets)]
         begin = 0
         for index, size in zip(indices, sizes):
-            pieces = tuple(_cut(whole, begin, begin + size))
+            pieces = tuple(_cut(whole, begin, begin + size) if len(sizes) > 1 else whole)
             used = pieces[-1].start + pieces[-1].numel
             chunks.append(Chunk(index, span.index, begin, size, used, pieces, first.format, partition))
             begin += size
@@ -277,19 +277,25 @@ class _Run:
         self.params, self.offsets = [], []
         self.used = 0
 
-    def has_room(self, numels: Sequence[int]) -> bool:
-        """Whether parameters of these sizes fit behind the last one."""
-        return _end(self.used, numels, self.alignment) <= self.limit and max(numels) <= self.largest
+    def append(self, params: Sequence[int], numels: Sequence[int]) -> bool:
+        """Place parameters of these sizes behind the last one, if they fit. Returns whether they do. The first ones of a run always fit.
 
-    def append(self, param: int, numel: int) -> None:
-        """Place the parameter behind the last one. One that is larger than a chunk leaves room only for a tail."""
-        offset = _place(self.used, numel, self.alignment)
-        self.params.append(param)
-        self.offsets.append(offset)
-        self.used = offset + numel
-        if numel > self.chunk_numel:
+        A parameter that is larger than a chunk is the last of its call, and leaves room only for a tail.
+        """
+        offsets, used = [], self.used
+        for numel in numels:
+            offset = _place(used, numel, self.alignment)
+            offsets.append(offset)
+            used = offset + numel
+        if self.params and (used > self.limit or max(numels) > self.largest):
+            return False
+        self.params.extend(params)
+        self.offsets.extend(offsets)
+        self.used = used
+        if numels[-1] > self.chunk_numel:
             self.largest = self.chunk_numel // TAIL_FRACTION
-            self.limit = max(round_up(self.used, self.chunk_numel), self.used + self.largest)
+            self.limit = max(round_up(used, self.chunk_numel), used + self.largest)
+        return True
 
 
 def _packed(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int, partition: Partition) -> Iterator[Packed]:
@@ -306,17 +312,15 @@ def _packed(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int,
 def _runs(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int) -> Iterator[_Run]:
     """Divide parameters of one format into runs, each of which becomes a span."""
     format = specs[params[0]].format
-    alignment, run = max(ALIGNMENT_NBYTES // format.itemsize, format.block), None
+    alignment = max(ALIGNMENT_NBYTES // format.itemsize, format.block)
+    run = _Run(chunk_numel, alignment)
     for unit in _units(specs, params, chunk_numel, alignment):
         numels = [specs[param].numel for param in unit]
-        if run is None or not run.has_room(numels):
-            if run is not None:
-                yield run
+        if not run.append(unit, numels):
+            yield run
             run = _Run(chunk_numel, alignment)
-        for param, numel in zip(unit, numels):
-            run.append(param, numel)
-    if run is not None:
-        yield run
+            run.append(unit, numels)
+    yield run
 
 
 def _units(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int, alignment: int) -> Iterator[list[int]]:
@@ -364,7 +368,7 @@ def _end(used: int, numels: Iterable[int], alignment: int) -> int:
 
 def _place(used: int, numel: int, alignment: int) -> int:
     """The first offset from `used` on at which a parameter of this size may start."""
-    aligned, border = round_up(used, alignment), round_up(used, BLOCK_NUMEL)
+    aligned, border = -(-used // alignment) * alignment, -(-used // BLOCK_NUMEL) * BLOCK_NUMEL
     return aligned if aligned + numel <= border else border
 
 

@@ -15,6 +15,14 @@ from infinity.model.parameters import classes_of, set_data
 from infinity.model.state_dict import DepartedGradient
 
 
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """The stride of a contiguous tensor of this shape, in elements, as torch counts it."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    return tuple(strides)
+
+
 class ParameterState:
     """State of one parameter. The registry finds the state by the parameter."""
 
@@ -28,7 +36,7 @@ class ParameterState:
         self.num_holders = 0  # readers that may use the value now, see [Note: parameters with two classes] in parameters.py
         self.counter = param.detach()  # shares the count of writes with the parameter, but no functions
         set_data(self.counter, placeholder)
-        self.shape, self.stride = param.shape, torch.empty(param.shape, device="meta").stride()
+        self.shape, self.stride = param.shape, contiguous_stride(param.shape)
         self.numel = param.numel()
         self.trainable = trainable
         self.placeholder = placeholder

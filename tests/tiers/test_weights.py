@@ -1,4 +1,4 @@
-"""Copies of weights to the device: a failed copy ends the step."""
+"""Copies of weights to the device: a failed copy ends the step. Strides of weights."""
 
 import contextlib
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.plan.record import WEIGHTS
 from infinity.tiers.fetch_lanes import ChunkFetch
+from infinity.tiers.parameter_state import contiguous_stride
 from infinity.tiers.weights import Weights
 
 
@@ -41,3 +42,8 @@ def test_a_copy_that_fails_after_its_job_ends_the_step(tmp_path, monkeypatch):
             lane.close()
         with pytest.raises(RuntimeError, match="the device is lost"):
             model(torch.ones(2, 64))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0, 3), (4, 1, 5), (7, 3, 2, 2)])
+def test_the_stride_of_a_contiguous_tensor_is_that_of_torch(shape):
+    assert contiguous_stride(torch.Size(shape)) == torch.empty(shape, device="meta").stride()
