@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import NVME, assert_same_states, states_of, training
+from test_ranks import worlds  # noqa: F401: a fixture
 from torch import nn
 
 import infinity
@@ -135,3 +136,29 @@ def test_a_quantised_base_needs_frozen_bf16_matrices(tmp_path):
             step(model, ours, 0)
     with pytest.raises(infinity.ConfigError, match="frozen_dtype='nf4' with dtype='fp16'"):
         infinity.Config(dtype="fp16", frozen_dtype="nf4")
+
+
+def saved_or_loaded(folder, path, name, seed, chunk_mib):
+    """The states after a load of the checkpoint, or if there is none, after three steps and a save."""
+    options = {"dtype": "bf16", "frozen_dtype": name, "chunk_mib": chunk_mib}
+    with training(adapted, folder, seed=seed, **options | PLACES["nvme"]) as (model, engine, ours):
+        if not path.exists():
+            for number in range(3):
+                step(model, ours, number)
+            infinity.save(path, model, ours)
+        infinity.load(path, model, ours)
+        return states_of(engine, model)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("saved_on, loaded_on", [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("name", CODES)
+def test_a_quantised_base_resumes_on_other_ranks(worlds, name, saved_on, loaded_on, tmp_path):  # noqa: F811
+    def on(size, *arguments):
+        return worlds(size).run(saved_or_loaded, *arguments) if size > 1 else [saved_or_loaded(*arguments)]
+
+    path = tmp_path / "checkpoint"
+    saved = on(saved_on, tmp_path, path, name, 0, 1 / 512)
+    for states in on(loaded_on, tmp_path, path, name, 1, 1 / 128):
+        assert states["1.base.weight"]["weight"].dtype == TORCH_DTYPES[STORAGES[name].weight[0].dtype]
+        assert_same_states(states, saved[0])
