@@ -23,8 +23,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     """Load a model's weights and buffers from a safetensors file, or from a folder of such files, as Hugging Face models have.
 
     The names in the files are the names of the model's state_dict(). One name of a tied parameter is enough. Values may have any floating
-    dtype; fp32 values become masters. 4-bit weights of bitsandbytes are decoded, and keep their bits as frozen weights of
-    `frozen_dtype="nf4"`. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
+    dtype; fp32 values become masters. Quantised weights of bitsandbytes (4 bits) and compressed-tensors (int8, fp8,
+    mxfp4) are decoded, and keep their codes as frozen weights of the same `frozen_dtype`. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
     load_safetensors on all ranks. If the model was built in `infinity.init` and has no optimizer yet, the engine reads the files when the
     optimizer is made. Keep the files until then.
 
@@ -130,6 +130,10 @@ class _FilePart:
         rows = self._read((self.begin + first) * self.whole_row, (last - first) * self.whole_row).view(-1, self.whole_row)
         values = rows[:, self.column : self.column + self.row].reshape(-1)
         return values[start - first * self.row : stop - first * self.row]
+
+    def scales(self, storage: str, start: int, numel: int) -> torch.Tensor | None:
+        """The scales of elements [start, start + numel) in the blocks of a storage, if the file has one scale for each of these blocks."""
+        return self.files.scales(self.name, storage, self.begin * self.row + start, numel) if self.row == self.whole_row else None
 
     def to(self, dtype: torch.dtype, **options) -> torch.Tensor:
         return self[:].to(dtype, **options)

@@ -181,7 +181,8 @@ def _specs(model: nn.Module, named: Named, config: Config, training: Training) -
         rule = training.rule_of(param)
         unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1
         found.append(ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad, rule), unit_numel))
-    if matrices and not any(spec.format.name == config.frozen_dtype for spec in found):
+    used = {spec.format.name for spec in found}
+    if config.frozen_dtype in STORAGES and config.frozen_dtype not in used:
         raise ConfigError(
             f"frozen_dtype={config.frozen_dtype!r}: no matrix of a hidden layer is frozen and computes in bf16. Set requires_grad=False on the "
             f"base model, as PEFT's get_peft_model does, before the optimizer is made, or leave out frozen_dtype"

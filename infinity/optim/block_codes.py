@@ -63,8 +63,8 @@ class BlockCode:
         block = self.block
         for begin, end in self._parts(out.numel()):
             bytes_ = codes.view(torch.uint8)[begin // self.per_byte : -(-end // self.per_byte)]
-            numbers = self.tables(codes.device)[0].index_select(0, bytes_.int()).view(-1)
-            factors = self._factors(scales[begin // block : -(-end // block)])
+            numbers = self.numbers_of(bytes_)
+            factors = self.factors(scales[begin // block : -(-end // block)])
             whole = (end - begin) // block
             middle = begin + whole * block
             if whole:
@@ -73,8 +73,9 @@ class BlockCode:
                 torch.mul(numbers[whole * block : end - begin], factors[-1], out=out[middle:end])
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Values [numel], in a floating dtype, replace the codes and scales of those blocks that stand for other values."""
+    def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, known: torch.Tensor | None = None) -> None:
+        """Values [numel], in a floating dtype, replace the codes and scales of those blocks that stand for other values. known: the new scales,
+        if the values come from codes."""
         codes, block = codes.view(torch.uint8), self.block
         for begin, end in self._parts(values.numel()):
             bytes_ = codes[begin // self.per_byte : -(-end // self.per_byte)]
@@ -83,27 +84,35 @@ class BlockCode:
             old = torch.empty_like(new)
             self.decode(bytes_, scale, old)
             changed = self._blocks(new != old).any(1)
-            new_bytes, new_scale = self._encoded(self._blocks(new))
+            blocks = self._blocks(new)
+            new_scale = self._scales(blocks) if known is None else known[begin // block : -(-end // block)]
+            new_bytes = self._codes(blocks, new_scale)
             scale.copy_(torch.where(changed, new_scale, scale))
             each = changed.repeat_interleave(block // self.per_byte)[: bytes_.numel()]
             bytes_.copy_(torch.where(each, new_bytes[: bytes_.numel()], bytes_))
 
-    def _encoded(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 [number, block] -> bytes, 1-D, and scales [number]."""
-        _, edges, code_of = self.tables(blocks.device)
+    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
+        """fp32 [number, block] -> scales [number]."""
         largest = blocks.abs().amax(1)
-        if self.has_power_scale:
-            top = math.frexp(self.sorted[-1])[1]
-            scales = (torch.frexp(largest).exponent - top + _E8M0_BIAS).clamp(0, len(_E8M0) - 2).to(torch.uint8)
-        else:
-            scales = largest / self.sorted[-1]
-        factors = self._factors(scales)[:, None]
+        if not self.has_power_scale:
+            return largest / self.sorted[-1]
+        top = math.frexp(self.sorted[-1])[1]
+        return (torch.frexp(largest).exponent - top + _E8M0_BIAS).clamp(0, len(_E8M0) - 2).to(torch.uint8)
+
+    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """fp32 [number, block], [number] -> bytes, 1-D."""
+        _, edges, code_of = self.tables(blocks.device)
+        factors = self.factors(scales)[:, None]
         scaled = torch.where(factors > 0, blocks * (1 / factors), 0)
         codes = code_of[torch.bucketize(scaled, edges, out_int32=True)].view(-1)
-        return (codes[::2] << 4 | codes[1::2] if self.per_byte == 2 else codes), scales
+        return codes[::2] << 4 | codes[1::2] if self.per_byte == 2 else codes
 
-    def _factors(self, scales: torch.Tensor) -> torch.Tensor:
-        """The scales in fp32."""
+    def numbers_of(self, bytes_: torch.Tensor) -> torch.Tensor:
+        """The numbers of codes: uint8 [n] -> fp32 [n * per_byte]."""
+        return self.tables(bytes_.device)[0].index_select(0, bytes_.int()).view(-1)
+
+    def factors(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales in fp32."""
         return _powers(scales.device).index_select(0, scales.int()) if self.has_power_scale else scales
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:

@@ -89,9 +89,12 @@ class Shard(dict):
         elif segment is not values:
             segment.copy_(values)
 
-    def put(self, values: torch.Tensor) -> None:
-        """Values in any dtype, on any device, become the weights and their masters."""
-        self.codec.put(self, values)
+    def put(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Values in any dtype, on any device, become the weights and their masters. scales: of the blocks of quantised values, if known."""
+        if scales is None:
+            self.codec.put(self, values)
+        else:
+            self.codec.put(self, values, scales)
 
 
 class Codec:
@@ -211,10 +214,10 @@ class BlockCodec(Codec):
     def decode(self, shard, out):
         self.code.decode(shard["weight"], shard["scale"], out)
 
-    def put(self, shard, values):
+    def put(self, shard, values, scales=None):
         segments = [shard["weight"], shard["scale"]]
         here = [segment.to(values.device) for segment in segments]
-        self.code.encode(values, *here)
+        self.code.encode(values, *here, known=None if scales is None else scales.to(values.device))
         for segment, new in zip(segments, here):
             if segment is not new:
                 segment.copy_(new)
