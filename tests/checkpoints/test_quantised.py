@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import NVME
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import infinity
@@ -59,6 +59,7 @@ def loaded(folder, tensors, frozen_dtype, *, window, started):
         return engine.read_state(model[0].weight), model.state_dict()["0.weight"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("window, started", [(0, False), (1 << 30, False), (0, True)])
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_scaled_weights_keep_their_codes(number, window, started, tmp_path):
@@ -85,4 +86,3 @@ def test_scales_that_do_not_fit_their_weight_are_refused(wrong, tmp_path):
     infinity.offload(model := nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)), infinity.Config(swap_dirs=tmp_path, device="cpu"))
     with pytest.raises(infinity.CheckpointError, match="0.weight_scale"):
         infinity.load_safetensors(model, tmp_path / "file.safetensors")
-    assert load_file(tmp_path / "file.safetensors")["0.weight_scale"].shape == wrong.shape

@@ -99,6 +99,7 @@ def save_four_bits(model, path, *, nested):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [0, 1 << 30])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_checkpoint_of_bitsandbytes_keeps_its_bits(nested, window, tmp_path):

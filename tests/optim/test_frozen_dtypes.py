@@ -119,6 +119,7 @@ def test_adapters_train_over_a_quantised_base(name, place, tmp_path):
         numel = sum(record.numel for record in records)
         stored = sum(segment.nbytes(record.numel) for record in records for segment in record.segments)
         assert stored == numel * BITS[name] / 8
+        assert f"frozen {name} ({numel:,} parameters)" in " ".join(str(infinity.describe(model)).split())
         trained = states_of(engine, model)
         weights = model.state_dict()
     with training(lambda: reference, tmp_path / "plain", dtype="bf16") as (model, engine, ours):
