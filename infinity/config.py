@@ -106,6 +106,10 @@ class Config:
     """The dtype of stored optimizer moments: fp32, or bf16 or 8bit with stochastic rounding, which need dtype bf16. A record of AdamW takes 12, 8
     or 6.02 bytes a parameter. 8bit: 8-bit floating-point values, 128 with one scale."""
 
+    frozen_dtype: Literal["same", "nf4", "int8", "fp8", "mxfp4"] = "same"
+    """The storage of frozen matrices of hidden layers that compute in bf16: as they are, or quantised, in 4.5, 8.25, 8.25 or 4.25 bits. The copy to
+    the device expands them to bf16. Embeddings, the output layer, vectors and convolutions stay as they are."""
+
     compression: Literal["auto", "on", "off"] = "auto"
     """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do
     not rewrite AdamW's moments on NVMe, and keep the gradient in host_memory. on: floats are also coded, in about 3/4 of their bytes. auto:
@@ -247,26 +251,20 @@ class Config:
 
     def _contradictions(self) -> list[str]:
         found = []
-        for name in ("optimizer_state_dtype", "master"):
-            if (value := getattr(self, name)) != "fp32" and self.dtype != "bf16":
-                found.append(self._told(name, f"{name}={value!r} with dtype={self.dtype!r}: this value goes with dtype='bf16' only"))
+
+        def refuse(name, text):
+            found.append(self._told(name, f"{name}={getattr(self, name)!r} {text}"))
+
+        for name, usual in (("optimizer_state_dtype", "fp32"), ("master", "fp32"), ("frozen_dtype", "same")):
+            if getattr(self, name) != usual and self.dtype != "bf16":
+                refuse(name, f"with dtype={self.dtype!r}: this value goes with dtype='bf16' only")
         if self.dtype == "fp16" and self.nonfinite in ("ignore", "raise"):
-            found.append(
-                self._told(
-                    "nonfinite",
-                    f"nonfinite={self.nonfinite!r} with dtype='fp16': the loss scale adapts by steps that overflow, which are "
-                    f"skipped. Use nonfinite='auto'.",
-                )
-            )
+            steps = "the loss scale adapts by steps that overflow, which are skipped"
+            refuse("nonfinite", f"with dtype='fp16': {steps}. Use nonfinite='auto'.")
         if self.update == "backward" and (self.dtype == "fp16" or self.nonfinite in ("raise", "skip")):
             what = "dtype='fp16'" if self.dtype == "fp16" else f"nonfinite={self.nonfinite!r}"
-            found.append(
-                self._told(
-                    "update",
-                    f"update='backward' with {what}: the engine knows only after the backward pass whether all gradients are finite. "
-                    f"Use update='deferred' or 'auto'.",
-                )
-            )
+            known = "the engine knows only after the backward pass whether all gradients are finite"
+            refuse("update", f"with {what}: {known}. Use update='deferred' or 'auto'.")
         return found
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoints.contents import persistent_buffers
-from infinity.checkpoints.safetensors import TensorFiles
+from infinity.checkpoints.quantised import DecodedFiles
 from infinity.config import checked_path
 from infinity.engine.access.training_state import TrainingState, training_state_of
 from infinity.errors import CheckpointError
@@ -23,7 +23,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     """Load a model's weights and buffers from a safetensors file, or from a folder of such files, as Hugging Face models have.
 
     The names in the files are the names of the model's state_dict(). One name of a tied parameter is enough. Values may have any floating
-    dtype; fp32 values become masters. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
+    dtype; fp32 values become masters. Quantised weights of bitsandbytes (4 bits) and compressed-tensors (int8, fp8,
+    mxfp4) are decoded, and keep their codes as frozen weights of the same `frozen_dtype`. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
     load_safetensors on all ranks. If the model was built in `infinity.init` and has no optimizer yet, the engine reads the files when the
     optimizer is made. Keep the files until then.
 
@@ -35,7 +36,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     """
     state = training_state_of(model)
     checked_path(path)
-    files = state.ranks.together(lambda: TensorFiles(path), undo=TensorFiles.close)
+    files = state.ranks.together(lambda: DecodedFiles(path), undo=DecodedFiles.close)
     try:
         sources = state.ranks.together(lambda: _match(model, files, strict))
         state.ranks.together(lambda: _give(state, sources))
@@ -44,7 +45,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
         raise
 
 
-def _match(model: nn.Module, files: TensorFiles, strict: bool) -> list[tuple[torch.Tensor, _FilePart]]:
+def _match(model: nn.Module, files: DecodedFiles, strict: bool) -> list[tuple[torch.Tensor, _FilePart]]:
     """Return each parameter and buffer once, as (tensor, values in the files)."""
     places = tiling.places(model)
     wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by tensor: (a name of it, the parameter or buffer)
@@ -111,8 +112,9 @@ def _give(state: TrainingState, sources: list[tuple[torch.Tensor, _FilePart]]) -
 class _FilePart:
     """The values of a parameter in a file, 1-D. Indexing with a slice reads these elements."""
 
-    def __init__(self, files: TensorFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
-        self.files, self.name = files, name
+    def __init__(self, files: DecodedFiles, name: str, shape: torch.Size, begin: tuple[int, ...] | None):
+        self.files, self.name, self.dtype = files, name, files.names[name].dtype
+        self.is_decoded = files.is_decoded(name)  # from a quantised weight, whose bits need values in fp32
         self.numel = shape.numel()
         whole = files.names[name].shape
         self.row = shape[1:].numel() if len(shape) > 1 else 1  # elements per row: of the parameter, and below of the whole tensor
@@ -128,6 +130,10 @@ class _FilePart:
         rows = self._read((self.begin + first) * self.whole_row, (last - first) * self.whole_row).view(-1, self.whole_row)
         values = rows[:, self.column : self.column + self.row].reshape(-1)
         return values[start - first * self.row : stop - first * self.row]
+
+    def scales(self, storage: str, start: int, numel: int) -> torch.Tensor | None:
+        """The scales of elements [start, start + numel) in the blocks of a storage, if the file has one scale for each of these blocks."""
+        return self.files.scales(self.name, storage, self.begin * self.row + start, numel) if self.row == self.whole_row else None
 
     def to(self, dtype: torch.dtype, **options) -> torch.Tensor:
         return self[:].to(dtype, **options)

@@ -29,7 +29,8 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 #   weight, in the dtype of the parameters;   residual (int16) for bf16, or master (fp32) for fp16;
 #   the moments, in moments_dtype for bf16 and in fp32 for other dtypes. An 8-bit moment is two segments, uint8 each: codes, and one scale
 #   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says.
-# A frozen record has only the weight. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
+# A frozen record has only the weight: of a quantised one, the codes and the scales, as [Note: quantised weights] in
+# infinity/optim/block_codes.py says. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 """
 
 from __future__ import annotations

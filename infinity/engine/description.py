@@ -82,6 +82,9 @@ class Description:
     stored: Mapping[str, str]
     """The dtype of each stored state of a trainable parameter, by name, such as {"weight": "bf16", "residual": "int16", ...}."""
 
+    quantised: Mapping[str, int]
+    """Elements of quantised frozen parameters by the name of the storage, such as {"nf4": 6_900_000_000}."""
+
     tiers: Mapping[str, TierBytes]
     """Bytes by the tier's name, the fastest tier first: device, host, nvme."""
 
@@ -112,9 +115,10 @@ class Description:
         stored = stored.replace(", int16 residual", " + int16 residual (fp32 master)")
         others = ", ".join(f"{dtype} ({num:,} parameters)" for dtype, num in list(self.dtypes.items())[1:])
         computes = f"{self.dtype}, some parameters in their own dtype {others}" if others else self.dtype
+        quantised = "".join(f"; frozen {name} ({num:,} parameters)" for name, num in self.quantised.items())
         return [
             f"{self.model}, {self.num_parameters:,} parameters ({trainable} trainable), on {self.device}{ranks}",
-            *_lines(f"computes in {computes}; stores {stored}"),
+            *_lines(f"computes in {computes}; stores {stored}{quantised}"),
         ]
 
     def _tiers(self) -> list[str]:
@@ -194,6 +198,7 @@ def description_of(engine) -> Description:
         dtype=layout.main_dtype,
         dtypes=layout.dtypes,
         stored=_stored(of_one.format),
+        quantised=_quantised(layout),
         tiers=_tiers(engine),
         activations=(choice_of(config.activation_tier) or DEVICE).name,
         step_nbytes=Renamed(moved, OLD_LINKS),
@@ -207,6 +212,14 @@ def _stored(format: Format) -> dict[str, str]:
     """The dtype of each state of a parameter, by name."""
     weights = {segment.name: segment.dtype for segment in format.segments if segment not in format.moment_segments}
     return weights | dict.fromkeys(format.moments, format.moments_dtype)
+
+
+def _quantised(layout: Layout) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for spec in layout.specs:
+        if spec.format.is_coded and not spec.trainable:
+            found[spec.format.name] += spec.numel
+    return dict(found)
 
 
 def _main_record(records: list[Record]) -> Record:

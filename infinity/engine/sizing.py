@@ -18,7 +18,8 @@ from torch import nn
 from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.assignment import ParameterDtypes
-from infinity.formats.format import Format
+from infinity.formats.format import STORAGES, Format
+from infinity.model.hidden_matrices import hidden_matrices
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
 from infinity.optim.rules import AdamRule, Rule, unit_shape
 from infinity.plan import chunk_size, compression
@@ -159,8 +160,9 @@ def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *
     return way, numel, each
 
 
-def _specs(named: Named, config: Config, training: Training) -> list[ParameterSpec]:
+def _specs(model: nn.Module, named: Named, config: Config, training: Training) -> list[ParameterSpec]:
     """Name, size and format of each parameter."""
+    matrices = {id(param) for param in hidden_matrices(model)} if config.frozen_dtype in STORAGES else ()
 
     @functools.cache  # a model may have 100,000 parameters of few formats
     def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
@@ -173,11 +175,18 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
             )
         return format
 
-    pairs, found = zip(named, ParameterDtypes.of(named, config.dtype, master=config.master).names), []
+    dtypes = ParameterDtypes.of(named, config.dtype, master=config.master, frozen=config.frozen_dtype, matrices=matrices)
+    pairs, found = zip(named, dtypes.names), []
     for (name, param), dtype in pairs:
         rule = training.rule_of(param)
         unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1
         found.append(ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad, rule), unit_numel))
+    used = {spec.format.name for spec in found}
+    if config.frozen_dtype in STORAGES and config.frozen_dtype not in used:
+        raise ConfigError(
+            f"frozen_dtype={config.frozen_dtype!r}: no matrix of a hidden layer is frozen and computes in bf16. Set requires_grad=False on the "
+            f"base model, as PEFT's get_peft_model does, before the optimizer is made, or leave out frozen_dtype"
+        )
     return found
 
 
@@ -187,7 +196,7 @@ class _Cuts:
     def __init__(self, model: nn.Module, named: Named, config: Config, training: Training, world: int):
         self.model, self.config, self.training, self.world = model, config, training, world
         self.params = [param for _, param in named]
-        self.specs = _specs(named, config, training)
+        self.specs = _specs(model, named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
         self._layout = functools.lru_cache(4)(functools.partial(layout, self.specs, world=world))  # a search asks for some sizes again
         modules = list(model.modules())

@@ -7,18 +7,20 @@ Knows torch's dtypes and the parameters of a model. Must not know configurations
 # A model whose parameters all have one dtype computes in the dtype of the configuration. A program that gives parameters different dtypes
 # has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model no parameter changes its dtype,
 # and the dtype of the configuration is not used.
+#
+# `Config.frozen_dtype` changes the storage of frozen matrices of hidden layers that compute in bf16, and no compute dtype.
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from infinity.errors import ConfigError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import STORAGES, Format, storage_of, trainable_names
+from infinity.formats.format import SAME, STORAGES, Format, storage_of, trainable_names
 
 _NAMES = {TORCH_DTYPES[storage.compute]: name for name, storage in reversed(STORAGES.items())}  # the first one of each compute dtype
 
@@ -40,14 +42,27 @@ class ParameterDtypes:
     needs_loss_scale: bool
 
     @classmethod
-    def of(cls, named: Sequence[tuple[str, torch.Tensor]], default: str, *, master: str = "fp32") -> ParameterDtypes:
+    def of(
+        cls,
+        named: Sequence[tuple[str, torch.Tensor]],
+        default: str,
+        *,
+        master: str = "fp32",
+        frozen: str = SAME,
+        matrices: Collection[int] = (),
+    ) -> ParameterDtypes:
         """named: names and floating-point parameters. default: "bf16", "fp16" or "fp32". master: "none" if trained bf16 weights have none.
+        frozen: the storage of the parameters with ids in `matrices`, if they are frozen, compute in bf16, and fill whole bytes of codes.
 
         Raises ConfigError for a dtype that the engine cannot store, and for a trainable parameter of a dtype that no optimizer can update.
         """
         keeps_own = len({param.dtype for _, param in named}) > 1
         names = tuple(_own_dtype(name, param) if keeps_own else default for name, param in named)
-        names = tuple(storage_of(name, master, trainable=param.requires_grad) for name, (_, param) in zip(names, named))
+        fills = lambda param: param.numel() % STORAGES[frozen].weight[0].block == 0
+        wanted = (frozen if id(param) in matrices and fills(param) else SAME for _, param in named)
+        names = tuple(
+            storage_of(name, master, trainable=param.requires_grad, frozen=each) for name, (_, param), each in zip(names, named, wanted)
+        )
         totals: Counter[str] = Counter()
         for name, (_, param) in zip(names, named):
             totals[name] += param.numel()

@@ -10,6 +10,7 @@ TORCH_DTYPES = {
     "fp16": torch.float16,
     "fp32": torch.float32,
     "int16": torch.int16,
+    "int8": torch.int8,
     "uint8": torch.uint8,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,

@@ -15,6 +15,7 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp16       fp16          weight fp16                 master fp32
 #   fp32       fp32          weight fp32                 -
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
+#   nf4, ...   bf16          codes and scales, frozen only: [Note: quantised weights] in infinity/optim/block_codes.py
 #
 # Moments follow behind. An 8-bit moment has two segments: codes, and scales. A frozen parameter has only the segments of the weight. A bf16
 # weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`.
@@ -24,13 +25,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "uint8": 1}
+DTYPE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "int8": 1, "uint8": 1}
 """Bytes of an element, by dtype."""
 
 ADAM_MOMENTS = ("momentum", "variance")
 
 ROUNDED = "bf16_rounded"
 """The storage of trained bf16 weights without a master."""
+
+SAME = "same"
+"""The value of `Config.frozen_dtype` without quantised weights."""
 
 EIGHT_BIT = "8bit"
 MOMENTS_DTYPES = ("fp32", "bf16", EIGHT_BIT)
@@ -89,6 +93,10 @@ def _plain(dtype: str, *master: Segment, trains: bool = True) -> Storage:
     return Storage(dtype, (Segment("weight", dtype),), master, trains)
 
 
+def _quantised(codes: Segment, scale: Segment) -> Storage:
+    return Storage("bf16", (codes, scale), trains=False)
+
+
 STORAGES = {
     "bf16": _plain("bf16", Segment("residual", "int16")),
     ROUNDED: _plain("bf16"),
@@ -96,13 +104,19 @@ STORAGES = {
     "fp32": _plain("fp32"),
     "fp8_e4m3": _plain("fp8_e4m3", trains=False),
     "fp8_e5m2": _plain("fp8_e5m2", trains=False),
+    "nf4": _quantised(Segment("weight", "uint8", 2), Segment("scale", "fp32", 64)),
+    "int8": _quantised(Segment("weight", "int8"), Segment("scale", "fp32", 128)),
+    "fp8": _quantised(Segment("weight", "fp8_e4m3"), Segment("scale", "fp32", 128)),
+    "mxfp4": _quantised(Segment("weight", "uint8", 2), Segment("scale", "uint8", 32)),
 }
 """All storages by name. A name is a value of `Config.dtype` if the storage trains."""
 
 
-def storage_of(dtype: str, master: str, *, trainable: bool = True) -> str:
-    """The storage of a weight. dtype, master: as in the configuration."""
-    return ROUNDED if dtype == "bf16" and master == "none" and trainable else dtype
+def storage_of(dtype: str, master: str, *, trainable: bool = True, frozen: str = SAME) -> str:
+    """The storage of a weight. dtype, master: as in the configuration. frozen: the storage of a frozen weight that computes in the same dtype."""
+    if not trainable:
+        return frozen if frozen != SAME and STORAGES[frozen].compute == dtype else dtype
+    return ROUNDED if dtype == "bf16" and master == "none" else dtype
 
 
 def trainable_names() -> tuple[str, ...]:

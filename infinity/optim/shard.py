@@ -21,9 +21,11 @@ from __future__ import annotations
 import torch
 
 from infinity.config import CHOICES
+from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import ROUNDED, STORAGES, Format, Storage, scale_name
 from infinity.optim import eight_bit
 from infinity.optim.adam import WEIGHT_PAIR, Dither, join_master, split_master, store_dithered
+from infinity.optim.block_codes import CODES, BlockCode
 
 
 class Shard(dict):
@@ -87,9 +89,12 @@ class Shard(dict):
         elif segment is not values:
             segment.copy_(values)
 
-    def put(self, values: torch.Tensor) -> None:
-        """Values in any dtype, on any device, become the weights and their masters."""
-        self.codec.put(self, values)
+    def put(self, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+        """Values in any dtype, on any device, become the weights and their masters. scales: of the blocks of quantised values, if known."""
+        if scales is None:
+            self.codec.put(self, values)
+        else:
+            self.codec.put(self, values, scales)
 
 
 class Codec:
@@ -188,8 +193,43 @@ class MasterCodec(Codec):
         master.copy_(torch.where(changed.to(master.device), shard["weight"].to(master.device).float(), master))
 
 
+class BlockCodec(Codec):
+    """A frozen weight in blocks of codes and scales: [Note: quantised weights] in block_codes.py."""
+
+    def __init__(self, code: BlockCode):
+        self.code = code
+
+    def masters(self, shard, threads):
+        return self._decoded(shard, torch.float32)
+
+    def weights(self, shard):
+        return self._decoded(shard, TORCH_DTYPES[shard.format.compute])
+
+    def _decoded(self, shard, dtype):
+        codes = shard["weight"]
+        out = torch.empty(codes.numel() * self.code.per_byte, dtype=dtype, device=codes.device)
+        self.decode(shard, out)
+        return out
+
+    def decode(self, shard, out):
+        self.code.decode(shard["weight"], shard["scale"], out)
+
+    def put(self, shard, values, scales=None):
+        segments = [shard["weight"], shard["scale"]]
+        here = [segment.to(values.device) for segment in segments]
+        self.code.encode(values, *here, known=None if scales is None else scales.to(values.device))
+        for segment, new in zip(segments, here):
+            if segment is not new:
+                segment.copy_(new)
+
+    def adopt(self, shard, new, changed):
+        values, device = self.masters(shard, 0), shard["weight"].device
+        self.put(shard, torch.where(changed.to(device), new.to(device).float(), values))
+
+
 FROZEN = Codec()
 CODECS = {"bf16": SplitCodec(), ROUNDED: RoundedCodec(), "fp16": MasterCodec(), "fp32": Codec()}
+CODECS |= {name: BlockCodec(code) for name, code in CODES.items()}
 """Codecs of the storages that train, and of all coded storages, by name."""
 
 

@@ -59,7 +59,7 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
             found["reduce_scatter"] += step.num_passes * whole if chunk.trainable else 0
         if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
-        found["h2d"] += copies[chunk.span] * shard
+        found["h2d"] += copies[chunk.span] * (record.weight_nbytes if chunk.format.is_coded else shard)
         if chunk.trainable:  # a sum that stays on the device leaves once
             found["d2h"] += record.numel * chunk.format.gradient_itemsize if chunk.index in stay else step.num_passes * shard
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
-from infinity.formats.format import Segment, scale_name
+from infinity.formats.format import Format, Segment, scale_name
 from infinity.optim.shard import Shard, codec_of, states_stay_zero
+from infinity.plan.packing import Piece
 from infinity.plan.record import STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
@@ -82,7 +83,7 @@ class Values:
                         if part.dtype is weights.dtype:
                             same = as_integers(weights) == as_integers(part.contiguous())
                             part = torch.where(same, on_cpu.masters(), part.float())
-                        there.put(part)
+                        there.put(part, _stored_scales(value, piece, shard.format))
             self.updater.take_snapshot(chunk)
             if chunk.on_device and self.ranks.are_several:
                 piece = chunk.whole_pieces[state.index]
@@ -144,7 +145,10 @@ class Values:
             with self.filled(chunk, *kinds, is_first=True) as shard:
                 for piece in chunk.pieces:
                     value = values[piece.param][piece.param_start : piece.param_start + piece.numel]
-                    shard.part(piece.start, piece.start + piece.numel).put(value)
+                    if chunk.record.format.is_coded:
+                        value = value.to(span.storage.device)  # the device codes faster
+                    scales = _stored_scales(values[piece.param], piece, shard.format)
+                    shard.part(piece.start, piece.start + piece.numel).put(value, scales)
         if chunk.on_device:
             self.make_snapshot(span)
         for state in span.params:
@@ -261,3 +265,9 @@ class Values:
             return
         with self.records.lease(chunk, *((WEIGHTS,) if weight_only else ()), write=change) as lease:
             yield lease.shard
+
+
+def _stored_scales(source, piece: Piece, format: Format) -> torch.Tensor | None:
+    """The scales with which a file stores a quantised piece. None if the piece is no part of such a file, or the format is another one."""
+    find = getattr(source, "scales", None)
+    return find(format.name, piece.param_start, piece.numel) if find is not None and format.is_coded else None

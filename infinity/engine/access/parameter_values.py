@@ -43,6 +43,7 @@ class ParameterValues:
         self._initial = first.value
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
+        self._exact: dict[int, torch.Tensor] = {}  # values that parameters with these ids hold in rounded form
         self._dtypes: list[torch.dtype] = []
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
@@ -78,6 +79,9 @@ class ParameterValues:
         return id(param) in self._indices
 
     def initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:
+        exact = self._exact.pop(id(param), None)
+        if exact is not None and torch.equal(exact.to(param.dtype).view(param.shape), param.detach().cpu()):
+            return exact
         return self._loaded.pop(index) if index in self._loaded else self._initial(index, param)
 
     def give_back(self) -> dict[int, str]:
@@ -141,6 +145,8 @@ class ParameterValues:
             if is_here(param):  # the program may change the value again
                 with torch.no_grad():
                     param.copy_(value[: param.numel()].view(param.shape))
+                if getattr(value, "is_decoded", False):
+                    self._exact[id(param)] = value
             else:
                 self._loaded[index] = value
             return
