@@ -838,6 +838,7 @@ def assert_same_everywhere(make, directory, places=PLACES, **config):
         assert_same_states(got[1], expected[1], place)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RUNS)
 def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, name, dtype):
@@ -845,6 +846,7 @@ def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, n
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=what, options=options, dtype=dtype, **config)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", TRAITS)
 def test_models_of_all_kinds_train_with_the_same_bits(tmp_path, everything_moves, name):
     assert_same_everywhere(TRAITS[name], tmp_path, places=["nvme"], pages=64, moves=None)
@@ -1106,7 +1108,7 @@ FAULTS = [  # (call, injected result, errno of the SwapError or None if the engi
 ]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
     call, result, code = fault

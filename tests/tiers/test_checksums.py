@@ -237,7 +237,7 @@ def damage_every_read(mode, directory, num_steps):
     return taps[0].told
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_read_of_an_engine_is_checked(mode, tmp_path):
     damage_every_read(mode, tmp_path, 3)
@@ -294,7 +294,7 @@ def damage_once(mode, directory, numbers):
         assert [name for name in everything_in(directory / "harmed") if "/" in name or name.endswith("lock")] == []
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_damaged_read_ends_a_run_before_the_bytes_are_used(mode, tmp_path):
     damage_once(mode, tmp_path, [0, *random.sample(range(1, 40), 4)])

@@ -129,6 +129,7 @@ def test_zeros_take_no_bytes_and_noise_takes_all_its_bytes(itemsize):
     assert expanded(coded, nbytes, itemsize, MIB) == one
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [-0.0, -1e-3, 0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("base", ["square", "zeros"])
@@ -437,6 +438,7 @@ def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread
     assert found["on"][2]["nvme_write_nbytes"] < 0.95 * found["off"][2]["nvme_write_nbytes"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 4, 4])
 def test_the_least_host_memory_of_the_error_is_enough(tmp_path, chunk_mib):
     config = NVME | {"compression": "on", "chunk_mib": chunk_mib}

@@ -361,7 +361,7 @@ def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments
         assert sum(steps) / 6 == pytest.approx(1.33 + written_of_states, rel=0.05)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "residency, host_memory, moments, num_late",
     [("none", "16MiB", "fp32", 1), ("auto", "16MiB", "fp32", 1), ("none", "64MiB", "fp32", 2), ("auto", "64MiB", "bf16", 2)],
@@ -564,7 +564,7 @@ def test_gradients_of_late_moments_get_host_memory_after_states():
     assert states.pool_nbytes and len(in_storage(states.homes[STATES])) == len(states.homes[STATES]) and HOST in states.homes[GRADIENTS]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("host_mib, is_late", [(200, False), (240, True), (300, True), (360, True), (480, False), (520, False), (540, False)])
 def test_without_coding_late_gradients_get_host_memory_before_states(host_mib, is_late):
     """Only if fewer bytes move. Near both ends, slots that are 20 % larger and a pool push out more states than they save."""

@@ -34,6 +34,7 @@ def in_use(example):
 CONFIGS = {"plain": {}, "compressed": {"dtype": "bf16", "compression": "on"}, "activations": {"activation_tier": "nvme"}}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_tier_of_files_trains_with_the_same_bits(config, example, tmp_path):
     found = []
