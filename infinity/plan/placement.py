@@ -63,7 +63,8 @@ class Placement:
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
     budget. expected_nbytes: the likely one after activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of
     them by gradients; the rest is for spans that come and go. least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes
-    are for buffers, and pool_nbytes for gradients of late moments. num_late: late updates in a row. num_crowded_out: trainable spans, from
+    are for buffers, and pool_nbytes for gradients of late moments. Of nvme_nbytes, overflow_nbytes are for codes that exceed their extents; both
+    assume that floats are coded if compression_nbytes > 0. num_late: late updates in a row. num_crowded_out: trainable spans, from
     the first on, whose records live on the device because nothing else has room. visitors: chunks whose records usually have room on the
     device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
     there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
@@ -88,11 +89,17 @@ class Placement:
     pool_nbytes: int
     num_late: int
     nvme_nbytes: int
+    overflow_nbytes: int
     num_crowded_out: int
     visitors: frozenset[int]
     may_stay: frozenset[int]
     window_nbytes: int | None = None
     must_wait: frozenset[int] = frozenset()
+
+    def uncoded(self) -> Placement:
+        """The placement if floats are not coded. Extents then have no room for late gradients, as in `Candidate.late_on_nvme`."""
+        nbytes = sum(n for kind, homes in self.homes.items() for n, home in zip(self.sizes[kind], homes) if home.is_storage)
+        return dataclasses.replace(self, on_nvme=self.sizes, nvme_nbytes=nbytes, overflow_nbytes=0)
 
 
 def place(
@@ -150,6 +157,7 @@ def place(
         pool_nbytes=shared.pool_nbytes,
         num_late=shared.num_late,
         nvme_nbytes=shared.nvme_nbytes,
+        overflow_nbytes=shared.overflow_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
         window_nbytes=WINDOW_OPS * candidate.held_nbytes if in_storage(shared.homes[STATES]) else None,
