@@ -178,9 +178,10 @@ class CompressedExtent:
 
     def borrow(self, left_out: Collection[bool | None], what: str) -> bool:
         """Before a write: add pieces for the largest possible code. Returns whether the write must call `settle`. Raises SwapError."""
-        lacking = [0 if region.late in left_out else region.num_pieces - len(held) for region, held in zip(self.regions, self.pieces)]
-        if not any(lacking):
+        written = [0 if region.late in left_out else region.num_pieces for region in self.regions]
+        if not any(written):
             return False
+        lacking = [max(0, count - len(held)) for count, held in zip(written, self.pieces)]
         found = self.area.borrow(sum(lacking), what)
         for held, count in zip(self.pieces, lacking):
             held += found[:count]
