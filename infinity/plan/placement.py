@@ -97,7 +97,7 @@ class Placement:
     must_wait: frozenset[int] = frozenset()
 
     def uncoded(self) -> Placement:
-        """The placement if floats are not coded. Extents then have no room for late gradients, as in `Candidate.late_on_nvme`."""
+        """The placement if floats are not coded. Late gradients then have no room on NVMe: see `Candidate.late_on_nvme`."""
         nbytes = sum(n for kind, homes in self.homes.items() for n, home in zip(self.sizes[kind], homes) if home.is_storage)
         return dataclasses.replace(self, on_nvme=self.sizes, nvme_nbytes=nbytes, overflow_nbytes=0)
 

@@ -34,7 +34,7 @@ from infinity.system.swap_errors import swap_error
 from infinity.system.waits import waits
 from infinity.tiers.late_moments import RedoLog
 
-GROWTH_NBYTES = 8 << 20  # at a time, if the drive has room
+GROWTH_NBYTES = 2 << 20  # at a time, if the drive has room
 
 
 @dataclass(frozen=True, order=True)

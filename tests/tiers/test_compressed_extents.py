@@ -160,6 +160,22 @@ def test_training_beyond_the_planned_room_has_the_same_bits(tmp_path, update, on
     assert_same_states(found["on"], found["off"])
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_auto_codes_records_that_fit_the_drive_only_in_code(tmp_path, monkeypatch, lacking):
+    """The processors have no time to code, so records that fit are stored without code."""
+    monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)
+    monkeypatch.setattr("infinity.plan.compression.pays", lambda *arguments: False)
+    config = {"dtype": "bf16", "compression": "auto", "host_memory": "24MiB", "chunk_mib": 0.5, "checksums": False}
+    nbytes = []
+    for room in (1 << 40, None):
+        monkeypatch.setattr("infinity.engine.build.room_nbytes", lambda paths: room or nbytes[0] - lacking)
+        with training(lambda: nn.Linear(512, 1024), tmp_path, **NVME, **config) as (_, engine, _):
+            assert engine.compressor.codes == (room is None and lacking > 0)
+            nbytes.append(sum(directory.nbytes for directory in engine.swap._directories))
+            assert nbytes[-1] == engine.placement.nvme_nbytes
+    assert (nbytes[1] < 0.92 * nbytes[0]) == (lacking > 0)
+
+
 # ---- in a plan ----
 
 
