@@ -119,11 +119,11 @@ def place(
     if budgets.device_nbytes < needed:
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
-    guests = Guests()
+    guests, sizes = Guests(), candidate.sizes()
     may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # (span, its bytes on the device)
     if needs.states == DEVICE:
-        homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
+        homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
@@ -137,7 +137,6 @@ def place(
 
     slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
-    sizes = candidate.sizes()
     _require_room(candidate, budgets, shared, needed)
     return Placement(
         homes=shared.homes,

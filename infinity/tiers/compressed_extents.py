@@ -28,13 +28,22 @@ from dataclasses import dataclass, field
 
 from infinity.errors import SwapError
 from infinity.plan.compression import PIECE_NBYTES, Region, Section
+from infinity.sizes import round_up
 from infinity.system.lanes import Monitor
 from infinity.system.storage import Extent, StorageTier
 from infinity.system.swap_errors import swap_error
 from infinity.system.waits import waits
 from infinity.tiers.late_moments import RedoLog
 
-GROWTH_NBYTES = 2 << 20  # at a time, if the drive has room
+GROWTHS = 512  # the area grows by this part of its limit or more at a time, if the drive has room
+
+# [Note: the planned room]
+# Shares of the bytes that real records took, by a GPT of 76 M parameters on text, one number per step. Sections of one record differ by 1 %.
+# The room is less than the largest share, because the first steps need that for a short time.
+#
+#                  1      2      3     20
+#     weights  0.666  0.666  0.666  0.666
+#     moments  0.288  0.567  0.845  0.838     (most records have no moments before step 2: late moments)
 
 
 @dataclass(frozen=True, order=True)
@@ -115,7 +124,7 @@ class OverflowArea:
         assert needed <= most, f"{what}{needed} bytes beyond the limit of the overflow area, {self._limit_nbytes}"
         try:
             try:
-                self._add(self._storage.extend(min(max(needed, GROWTH_NBYTES), most)))
+                self._add(self._storage.extend(min(max(needed, round_up(self._limit_nbytes // GROWTHS, PIECE_NBYTES)), most)))
             except SwapError:
                 self._add(self._storage.extend(needed))  # the last bytes of a drive
         except SwapError as error:
