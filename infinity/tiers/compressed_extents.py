@@ -19,6 +19,14 @@ Knows sections, rooms and pieces. Must not know how floats are coded, or when a 
 # not need. Regions keep the pieces of the last write, so a code that fits its room again frees them. If the area is too small, writes wait
 # for running writes, and then the area grows. Extents and area together never exceed the uncoded bytes by more than a piece a region.
 
+# [Note: the planned room]
+# Shares of the bytes that real records took, by a GPT of 76 M parameters on text, one number per step. Sections of one record differ by 1 %.
+# The room is less than the largest share, because the first steps need that for a short time.
+#
+#                  1      2      3     20
+#     weights  0.666  0.666  0.666  0.666
+#     moments  0.288  0.567  0.845  0.838     (most records have no moments before step 2: late moments)
+
 from __future__ import annotations
 
 import functools
@@ -36,14 +44,6 @@ from infinity.system.waits import waits
 from infinity.tiers.late_moments import RedoLog
 
 GROWTHS = 512  # the area grows by this part of its limit or more at a time, if the drive has room
-
-# [Note: the planned room]
-# Shares of the bytes that real records took, by a GPT of 76 M parameters on text, one number per step. Sections of one record differ by 1 %.
-# The room is less than the largest share, because the first steps need that for a short time.
-#
-#                  1      2      3     20
-#     weights  0.666  0.666  0.666  0.666
-#     moments  0.288  0.567  0.845  0.838     (most records have no moments before step 2: late moments)
 
 
 @dataclass(frozen=True, order=True)
