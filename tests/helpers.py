@@ -25,6 +25,7 @@ from infinity.plan.tiers import choice_of
 from infinity.system import drives
 from infinity.system.arena import Arena
 from infinity.system.swap import Swap
+from infinity.tiers.compressed_extents import OverflowArea
 from infinity.tiers.compression import Compressor
 
 NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
@@ -288,13 +289,15 @@ def run_micro_batches(model, batches, loss_of, by_layer):
 
 
 class OnDrive:
-    """A compressor with small sections, over a swap with extents of `sizes` bytes. Has a pool for gradients if pool_nbytes > 0."""
+    """A compressor with small sections, over a swap with extents of `sizes` bytes. Has a pool for gradients if pool_nbytes > 0, and an overflow
+    area of area_nbytes at the start."""
 
-    def __init__(self, paths, sizes, section_nbytes, pool_nbytes=0):
+    def __init__(self, paths, sizes, section_nbytes, pool_nbytes=0, area_nbytes=0):
         self.arena, self.swap = Arena(), Swap(paths)
         self.extents = [self.swap.allocate(nbytes) for nbytes in sizes]
+        area = OverflowArea(self.swap, self.swap.allocate(area_nbytes) if area_nbytes else None)
         self.swap.reserve()
-        self.compressor = Compressor(self.swap, self.arena, NUM_LANES * NUM_BUFFERS * section_nbytes, pool_nbytes)
+        self.compressor = Compressor(self.swap, self.arena, NUM_LANES * NUM_BUFFERS * section_nbytes, pool_nbytes, area)
 
     def __enter__(self):
         return self

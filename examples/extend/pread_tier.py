@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,6 +63,7 @@ class FileStorage:
         self._checks = checksums
         self._folders = [Path(tempfile.mkdtemp(prefix=f"rank{rank}-", dir=path)) for path in paths]
         self._extents: list[FileExtent] = []
+        self._extending = threading.Lock()
         self._sums: dict[tuple[Path, int], int] = {}  # checksum of a page, by its file and offset
         self._thread = ThreadPoolExecutor(1, "file-storage")
 
@@ -78,7 +80,8 @@ class FileStorage:
             self._allocate(extent)
 
     def extend(self, nbytes: int) -> FileExtent:
-        extent = self.allocate(nbytes)
+        with self._extending:  # several threads may call
+            extent = self.allocate(nbytes)
         self._allocate(extent)
         return extent
 

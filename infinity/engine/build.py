@@ -41,6 +41,7 @@ from infinity.system.swap_directory import room_nbytes
 from infinity.system.swap_owner import reclaim
 from infinity.tiers.activations import Activations
 from infinity.tiers.chunk_state import ChunkState, Registry, Resident
+from infinity.tiers.compressed_extents import OverflowArea
 from infinity.tiers.compression import Compressor
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradients import Gradients
@@ -161,10 +162,10 @@ def assemble(
         )
         placement = _agreed(placement, ranks)
         num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
-        swap, extents, compresses = _make_swap(config, ranks, placement, num_cores)
+        swap, placement, extents, area = _make_swap(config, ranks, placement, num_cores, nvme_budget)
         if swap is not None:
             undo.callback(swap.close)
-        parts = (layout_, records, placement, host_budget, swap, extents, compresses, num_cores)
+        parts = (layout_, records, placement, host_budget, swap, extents, area, num_cores)
         capacities = with_capacities((placement.device_nbytes, host_budget, nvme_budget))
         made = _connect(_Inputs(named, config, device, ranks, events, training, *parts), written_in_forward(model.modules(), named), undo)
         made = replace(made, ahead=ahead, tiers=capacities)
@@ -194,7 +195,7 @@ def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The decisions before the first part is built. extents: on NVMe, by kind and chunk. compresses: the swap is fast enough to code floats."""
+    """The decisions before the first part is built. extents: on NVMe, by kind and chunk. area: for codes that exceed their extents, None if floats are not coded."""
 
     named: Named
     config: Config
@@ -208,7 +209,7 @@ class _Inputs:
     host_budget: int
     swap: StorageTier | None
     extents: dict[str, list[Extent | None]]
-    compresses: bool
+    area: OverflowArea | None
     num_cores: int
 
     @property
@@ -289,13 +290,13 @@ def _compressor(given: _Inputs, chunks: list[ChunkState], arena: Arena, undo: co
     """Give each chunk its extents and its log of late updates. Returns the compressor that reads and writes the extents, if there are any."""
     placement, extents = given.placement, given.extents
     buffers_nbytes, pool_nbytes, num_late = placement.compression_nbytes, placement.pool_nbytes, placement.num_late
-    if not given.compresses:  # the plan may have buffers, and a pool for compressed gradients: use both as a pool for whole gradients
+    if given.area is None:  # the plan may have buffers, and a pool for compressed gradients: use both as a pool for whole gradients
         late = [given.records[index] for index in planner.late_chunks(placement) if num_late]
         buffers_nbytes, pool_nbytes = 0, pool_nbytes + buffers_nbytes
         num_late = most_late([compression.pooled_nbytes(record, codes=False) for record in late], pool_nbytes)
     made = None
     if any(map(any, extents.values())):  # also without codes and late moments: the compressor leaves out writes of zeros
-        made = Compressor(given.swap, arena, buffers_nbytes, pool_nbytes if given.compresses or num_late else 0)
+        made = Compressor(given.swap, arena, buffers_nbytes, pool_nbytes if given.area is not None or num_late else 0, given.area)
         undo.callback(made.close)
     rooms = zip(placement.in_slots[STATES], placement.sizes[STATES], extents[STATES])
     late_nbytes = [in_slot - nbytes if num_late and extent is not None else 0 for in_slot, nbytes, extent in rooms]
@@ -332,12 +333,13 @@ def _has_extent(kind: str, chunk: ChunkState) -> bool:
 
 
 def _make_swap(
-    config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int
-) -> tuple[StorageTier | None, dict[str, list[Extent | None]], bool]:
-    """Returns the storage at its full size, the extents by kind and chunk (None without bytes there), and whether records are compressed."""
+    config: Config, ranks: Ranks, placement: planner.Placement, num_cores: int, room_nbytes: int
+) -> tuple[StorageTier | None, planner.Placement, dict[str, list[Extent | None]], OverflowArea | None]:
+    """Returns the storage at its full size, the placement as it is stored, the extents by kind and chunk (None without bytes there), and the
+    area for codes that exceed their extents (None if floats are not coded). room_nbytes: of a rank, on the drives."""
     (total,) = ranks.most([placement.nvme_nbytes])
     if not total and not leaves_device(config.activation_tier):
-        return None, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, False
+        return None, placement, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, None
     if config.creates_swap_dir:
         for path in config.swap_dirs:
             path.mkdir(exist_ok=True)
@@ -353,19 +355,21 @@ def _make_swap(
     swap = make_storage(config.swap_dirs, **sharing, expected_nbytes=expected_nbytes, checksums=config.checksums)
     try:
         rate = swap.nbytes_per_s / local_world
-        compresses = placement.compression_nbytes > 0 and compression.pays(config.compression, rate, num_cores)
-        sizes = placement.on_nvme if compresses else placement.sizes
+        codes, whole = placement.compression_nbytes > 0, placement.uncoded()
+        if codes and not compression.pays(config.compression, rate, num_cores) and whole.nvme_nbytes <= room_nbytes:
+            codes, placement = False, whole  # code that the processors have no time for is of use only if whole records do not fit
         extents: dict[str, list] = {kind: [None] * len(homes) for kind, homes in placement.homes.items()}
         for index in range(len(placement.homes[WEIGHTS])):  # all kinds of a chunk lie together, because they are read together
             for kind in KINDS:
-                nbytes = sizes[kind][index]
+                nbytes = placement.on_nvme[kind][index]
                 if placement.homes[kind][index].is_storage and nbytes:
                     extents[kind][index] = swap.allocate(nbytes)
+        first = swap.allocate(placement.overflow_nbytes) if placement.overflow_nbytes else None
         swap.reserve()
     except BaseException:
         swap.close()
         raise
-    return swap, extents, compresses
+    return swap, placement, extents, OverflowArea(swap, first) if codes else None
 
 
 def _device_tier(placement: planner.Placement, cuda: bool, *, counts_waiting: bool) -> tuple[DeviceTier, Freed]:

@@ -111,7 +111,8 @@ def step_seconds(layout: Layout, placement: Placement) -> float:
     if late := placement.num_late:
         away = [i for i in moving if placement.homes[STATES][i].is_storage]
         moments = sum(states[i] - weights[i] for i in away)  # all segments except the residual
-        gradients = sum(placement.on_nvme[STATES][i] - states[i] for i in away)  # bytes written, and read if the gradients are not in memory
+        in_slots = placement.in_slots[STATES] if not placement.pool_nbytes else states
+        gradients = sum(in_slots[i] - states[i] for i in away)  # bytes written, and read if the gradients are not in memory
         moved -= (moments * late - 2 * gradients) / (late + 1)
     drive = moved / NVME_RATE
     if slots := placement.slots[STATES]:

@@ -1,4 +1,5 @@
-"""Sizes of compressed records on NVMe: the coded sections, and sums over sections. See [Note: compressed extents] in tiers/compression.py.
+"""Sizes of compressed records on NVMe: the coded sections, their room, and sums over sections. See [Note: compressed extents] in
+tiers/compressed_extents.py.
 
 Knows sizes, and expected properties of floats and drives. Must not know memory, or how floats are coded.
 """
@@ -7,12 +8,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from infinity.formats.format import ADAM_MOMENTS, DTYPE_NBYTES, Segment
 from infinity.plan.late_moments import BLOCK_NBYTES
-from infinity.plan.record import LATE_GRADIENT, STATES, WEIGHTS, Record
+from infinity.plan.record import LATE_GRADIENT, SEGMENT_ALIGNMENT_NBYTES, STATES, WEIGHTS, Record
 from infinity.sizes import round_up
 
 CODED = {"bf16", "fp16", "fp32"}  # dtypes that the codec takes
@@ -20,6 +22,9 @@ LARGEST_SECTION_NBYTES = 2 << 20
 NUM_LANES = 4
 NUM_BUFFERS = 2  # per lane: one buffer is written while the other is filled
 SAVED_BITS = 5.2  # of each float, during training
+ROOM = {2: 0.668, 4: 0.842}  # share of a section for which an extent has room, by itemsize: [Note: the planned room] in tiers/compressed_extents.py
+PIECE_NBYTES = 128 << 10  # of an overflow area
+AREA_SHARE = 1 / 200  # of the room of all extents: an overflow area at the start
 SECONDS_PER_NBYTE = 0.4e-9  # thread time per byte that a drive moves: 25 % above the codec's measured rate beside a GPU
 CORES_SHARE, LANES_SHARE = 1 / 4, 1 / 2  # largest share of their time
 
@@ -37,8 +42,39 @@ class Section:
     late: bool | None = None
 
 
+@dataclass(frozen=True)
+class Region:
+    """Consecutive sections that are always written together. In storage, their bytes lie one behind the other.
+
+    offset, room: the bytes of the extent that belong to the region. The part of the code that exceeds the room lies in an overflow area.
+    """
+
+    sections: tuple[Section, ...]
+    offset: int
+    room: int
+
+    @property
+    def late(self) -> bool | None:
+        """As `Section.late`."""
+        return self.sections[0].late
+
+    @property
+    def nbytes(self) -> int:
+        """Size without coding, the largest possible one."""
+        return sum(section.nbytes for section in self.sections)
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of an overflow area for the largest possible size."""
+        return -(-(self.nbytes - self.room) // PIECE_NBYTES)
+
+
+Segments = tuple[tuple[Segment, int, int], ...]
+"""Segments of an extent, each with the offset in memory and the size in bytes, multiples of 4096."""
+
+
 @functools.cache  # many extents share few layouts
-def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tuple[Section, ...]:
+def cut(segments: Segments, most_nbytes: int) -> tuple[Section, ...]:
     """Cut an extent into sections. most_nbytes: largest section of coded floats; 0 without coding."""
     sections = []
     late: dict[str, bool] = {}
@@ -50,6 +86,36 @@ def cut(segments: tuple[tuple[Segment, int, int], ...], most_nbytes: int) -> tup
         for start in range(offset, offset + nbytes, size or 1):
             sections.append(Section(start, min(size, offset + nbytes - start), itemsize, late.get(segment.name)))
     return tuple(sections)
+
+
+@functools.cache
+def regions(segments: Segments, most_nbytes: int) -> tuple[Region, ...]:
+    """The regions of an extent. most_nbytes: see `cut`. The room does not depend on the sizes of sections."""
+    found, offset = [], 0
+    for _, group in itertools.groupby(cut(segments, most_nbytes), key=lambda section: section.late):
+        sections = tuple(group)
+        found.append(Region(sections, offset, sum(map(_room, sections))))
+        offset += found[-1].room
+    return tuple(found)
+
+
+@functools.cache
+def room_nbytes(record: Record, kind: str, *, late: bool, codes: bool) -> int:
+    """Bytes of the extent of a kind. late: with room for a gradient behind the states."""
+    return sum(region.room for region in regions(tuple(record.of(kind, late=late)), LARGEST_SECTION_NBYTES if codes else 0))
+
+
+def area_nbytes(extents: Sequence[tuple[int, int]]) -> int:
+    """Bytes of an overflow area at the start. extents: for each the room, and the size without coding.
+
+    The largest extent finds room for its uncoded bytes. Hence each write whose code fits its extent succeeds, and no write has to wait for
+    more than the writes before.
+    """
+    excess = [nbytes - room for room, nbytes in extents if nbytes > room]
+    if not excess:
+        return 0
+    wanted = max(max(excess), int(AREA_SHARE * sum(room for room, _ in extents)))
+    return min(round_up(wanted, PIECE_NBYTES), sum(round_up(each, PIECE_NBYTES) for each in excess))
 
 
 def buffers_nbytes(records: Iterable[Record]) -> int:
@@ -85,6 +151,11 @@ def moved_nbytes(
     always, whole, late = stored[None], stored[False], 0 if pools else stored[True]
     written = (whole + num_late * late) / (num_late + 1)
     return int(always + whole + late * num_late / (num_late + 1)), int(always + written)
+
+
+def _room(section: Section) -> int:
+    """Bytes of a section's share of an extent."""
+    return round_up(int(section.nbytes * ROOM[section.itemsize]), SEGMENT_ALIGNMENT_NBYTES) if section.itemsize else section.nbytes
 
 
 def _about(section: Section) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
+from infinity.plan.compression import area_nbytes
 from infinity.plan.late_moments import needed_nbytes, pool_for
 from infinity.plan.memory_needs import Budgets, Candidate, Needs
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS
@@ -24,7 +25,7 @@ PUT_OFF_SHARE = 1 / 4  # largest share of the updates of a backward pass that ma
 
 @dataclass(frozen=True)
 class Shared:
-    """The part of a placement that concerns host memory and NVMe."""
+    """The part of a placement that concerns host memory and NVMe. overflow_nbytes: of nvme_nbytes, for codes that exceed their extents."""
 
     homes: dict[str, tuple[Tier, ...]]
     on_nvme: dict[str, tuple[int, ...]]
@@ -34,6 +35,7 @@ class Shared:
     pool_nbytes: int = 0
     num_late: int = 0
     nvme_nbytes: int = 0
+    overflow_nbytes: int = 0
 
     @property
     def without_host_memory(self) -> list[int]:
@@ -218,15 +220,19 @@ class _Sharing:
             self.reserved = _pool_beside_states(gradients, states, room)
 
     def found(self) -> Shared:
-        pool_nbytes, num_late, on_nvme = 0, 0, self.sizes
+        pool_nbytes, num_late, is_late_on_nvme = 0, 0, False
         if self.candidate.late_nbytes is not None:
             pool_nbytes, num_late = pool_for(self._late_gradients(self._stays()), self.left + self.reserved)
             if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
-                on_nvme, num_late = self.in_slots, 1
+                is_late_on_nvme, num_late = True, 1
+        on_nvme = self.candidate.on_nvme(self.sizes, late=is_late_on_nvme)
+        whole = self.in_slots if is_late_on_nvme else self.sizes
+        pairs = [(on_nvme[kind][i], whole[kind][i]) for kind in (WEIGHTS, STATES) for i in in_storage(self.homes[kind])]
+        overflow_nbytes = area_nbytes(pairs)
         if self.needs.updates_follow and not self.needs.accumulates and self.budgets.host_share == 1:  # otherwise activations may need the rest
             self._add_record_slots(self.left + self.reserved - pool_nbytes)
         if self.needs.deferred and self.budgets.nvme_nbytes is not None:
-            self._leave_on_device(self.budgets.nvme_nbytes - self.nbytes_in(NVME, on_nvme))
+            self._leave_on_device(self.budgets.nvme_nbytes - self.nbytes_in(NVME, on_nvme) - overflow_nbytes)
         return Shared(
             homes={kind: tuple(found) for kind, found in self.homes.items()},
             on_nvme=on_nvme,
@@ -235,7 +241,8 @@ class _Sharing:
             compression_nbytes=self.buffers_nbytes(),
             pool_nbytes=pool_nbytes,
             num_late=num_late,
-            nvme_nbytes=self.nbytes_in(NVME, on_nvme),
+            nvme_nbytes=self.nbytes_in(NVME, on_nvme) + overflow_nbytes,
+            overflow_nbytes=overflow_nbytes,
         )
 
     def _add_record_slots(self, left_nbytes: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from infinity.plan.compression import room_nbytes
 from infinity.plan.packing import Chunk, Layout
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import Tier
@@ -88,6 +89,16 @@ class Candidate:
         if self.late_nbytes is None:
             return sizes
         return sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], self.records))}
+
+
+    def on_nvme(self, sizes: dict[str, tuple[int, ...]], *, late: bool) -> dict[str, tuple[int, ...]]:
+        """Bytes of each copy's extent on NVMe. late: with room for a gradient behind the states."""
+        codes = self.compression_nbytes > 0
+        found = {
+            kind: tuple(n and room_nbytes(record, kind, late=late, codes=codes) for n, record in zip(sizes[kind], self.records))
+            for kind in (WEIGHTS, STATES)
+        }
+        return sizes | found
 
 
 def gradient_nbytes(chunk: Chunk, numel: int) -> int:

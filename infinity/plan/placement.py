@@ -63,7 +63,8 @@ class Placement:
     pinned: gathered weights stay permanently on the device; their homes are those of the copies for updates. device_nbytes: the device
     budget. expected_nbytes: the likely one after activations are measured. Of the budget, fixed_nbytes stay taken, gradient_limit_nbytes of
     them by gradients; the rest is for spans that come and go. least_nbytes: the least budget that works. Of host_nbytes, compression_nbytes
-    are for buffers, and pool_nbytes for gradients of late moments. num_late: late updates in a row. num_crowded_out: trainable spans, from
+    are for buffers, and pool_nbytes for gradients of late moments. Of nvme_nbytes, overflow_nbytes are for codes that exceed their extents; both
+    assume that floats are coded if compression_nbytes > 0. num_late: late updates in a row. num_crowded_out: trainable spans, from
     the first on, whose records live on the device because nothing else has room. visitors: chunks whose records usually have room on the
     device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
     there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
@@ -88,11 +89,17 @@ class Placement:
     pool_nbytes: int
     num_late: int
     nvme_nbytes: int
+    overflow_nbytes: int
     num_crowded_out: int
     visitors: frozenset[int]
     may_stay: frozenset[int]
     window_nbytes: int | None = None
     must_wait: frozenset[int] = frozenset()
+
+    def uncoded(self) -> Placement:
+        """The placement if floats are not coded. Late gradients then have no room on NVMe: see `Candidate.late_on_nvme`."""
+        nbytes = sum(n for kind, homes in self.homes.items() for n, home in zip(self.sizes[kind], homes) if home.is_storage)
+        return dataclasses.replace(self, on_nvme=self.sizes, nvme_nbytes=nbytes, overflow_nbytes=0)
 
 
 def place(
@@ -112,11 +119,11 @@ def place(
     if budgets.device_nbytes < needed:
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
-    guests = Guests()
+    guests, sizes = Guests(), candidate.sizes()
     may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # (span, its bytes on the device)
     if needs.states == DEVICE:
-        homes, sizes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks)), candidate.sizes()
+        homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         if may_visit:
@@ -130,7 +137,6 @@ def place(
 
     slack = budgets.device_nbytes - needed  # at least two thirds of the slack are for spans
     extra = max(min(candidate.op_gradient_nbytes, slack // 3), min(UNDER_WAY_NBYTES, slack // 64))
-    sizes = candidate.sizes()
     _require_room(candidate, budgets, shared, needed)
     return Placement(
         homes=shared.homes,
@@ -150,6 +156,7 @@ def place(
         pool_nbytes=shared.pool_nbytes,
         num_late=shared.num_late,
         nvme_nbytes=shared.nvme_nbytes,
+        overflow_nbytes=shared.overflow_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
         window_nbytes=WINDOW_OPS * candidate.held_nbytes if in_storage(shared.homes[STATES]) else None,

@@ -3,8 +3,8 @@
 Knows extents and transfers. Must not know chunks, tensors or tiers. `Swap` in swap.py is the engine's own storage, over direct I/O.
 
 # [Note: what storage promises]
-# - The engine calls `allocate` for every extent, then `reserve` once, then `read` and `write` from several threads. `extend` comes later, for
-#   saved activations.
+# - The engine calls `allocate` for every extent, then `reserve` once, then `read`, `write` and `extend` from several threads. `extend` is for
+#   saved activations, and for floats that save fewer bytes than planned.
 # - `read` and `write` return at once. The buffer belongs to the transfer until `wait` has returned or raised.
 # - A read that overlaps an earlier write returns the bytes of that write.
 # - A transfer that fails raises SwapError, an OSError with errno, text and path, in each call of `wait`. The text begins with `what`:

@@ -128,6 +128,7 @@ class Swap:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closing = threading.RLock()
+        self._growing = threading.Lock()
         self._moved = {"read": 0, "write": 0}
         self._reserved = self._closed = False
         self._directories: list[Directory] = []
@@ -189,9 +190,10 @@ class Swap:
     def extend(self, nbytes: int) -> Extent:
         """Like `allocate`, after `reserve`: the files grow. Raises SwapError if a disk is full; the range is then lost."""
         self._check_usable(reserved=True)
-        extent = self._lay_out(nbytes)
-        for stripe in extent.stripes:
-            self._directories[stripe.path].grow(stripe, num_sharers=self.world)
+        with self._growing:
+            extent = self._lay_out(nbytes)
+            for stripe in extent.stripes:
+                self._directories[stripe.path].grow(stripe, num_sharers=self.world)
         return extent
 
     def _lay_out(self, nbytes: int) -> Extent:

@@ -56,11 +56,6 @@ class ChunkState:
         self.num_changes = 0  # of the record
         self.snapshot = None  # the Snapshot that has not copied the record yet
 
-    def note_zero_states(self) -> None:
-        """Nothing writes the first states, which are zeros."""
-        if (extent := self.extents.get(STATES)) is not None:
-            extent.note_zeros()
-
     def set_homes(self, homes: dict[str, Tier], *, must_wait: bool, has_host_place: bool) -> None:
         """Set the homes of the record. The record is at home. must_wait, has_host_place: see the attributes."""
         self.homes, self.must_wait, self.has_host_place = homes, must_wait, has_host_place

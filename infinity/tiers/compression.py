@@ -1,17 +1,10 @@
 """Compresses records on their way to storage, without loss. Stands between the record mover and the storage.
 
-Knows extents, their sections, and the moments that an update can be replayed on. Must not know chunks, devices, or the time of an update.
+Knows sections, and the moments that an update can be replayed on; their places are in compressed_extents.py. Must not know chunks, devices,
+or the time of an update.
 """
 
-# [Note: compressed extents]
-# An extent keeps its size. The compressed bytes of a section lie at the start of the section's place, and the rest of the place stays
-# unused. So each drive that holds stripes of the extent keeps its share of the bytes, and no section ever moves. Only this file knows the
-# stored size of each section. A section of zeros, such as a record's moments before the first step, takes no bytes.
-#
-#     in memory   | weight ........................ |     | residual ... | momentum ...................... |
-#     sections    | 2 MiB    | 2 MiB     | 2 MiB    |     | as it is     | 2 MiB    | 2 MiB    | 2 MiB     |
-#     on NVMe     | 1.3 |    | 1.3 |     | 1.3 |    |     | ............ | 1.7   |  | 1.7   |  | 1.7   |   |
-#
+# [Note: compression on the way]
 # One of a few lanes compresses a write into a buffer, and the storage writes from there. So the copy in host memory stays whole for other
 # requests. A read fills the end of each section's place in host memory. One of a few lanes, or a thread that waits for the read, expands the
 # section in place.
@@ -22,15 +15,14 @@ import collections
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 import aio_ext
 from infinity.errors import SwapError
-from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Section, cut
+from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Region, Section, regions
 from infinity.plan.record import Segment
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
@@ -38,37 +30,8 @@ from infinity.system.storage import Extent, StorageTier, Transfer
 from infinity.system.swap_errors import changed_error
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
+from infinity.tiers.compressed_extents import CompressedExtent, OverflowArea, Place
 from infinity.tiers.late_moments import GradientPool, LateUpdate, PooledGradient, RedoLog, release
-
-
-@dataclass
-class CompressedExtent:
-    """An extent with its sections. stored: bytes of each section in storage, before the first write the size of the section.
-
-    redo: updates that the moments in storage lack, see [Note: late moments] in late_moments.py. is_new: no write has happened. A first write
-    skips sections of zeros, such as the states of a record before the first step.
-    """
-
-    extent: Extent
-    sections: tuple[Section, ...]
-    stored: list[int]
-    redo: RedoLog
-    is_new: bool = True
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        """Size of a host copy in bytes, with room for a gradient if moments may be late."""
-        return max(section.offset + section.nbytes for section in self.sections)
-
-    def note_zeros(self) -> None:
-        """Nothing has been written, and the bytes count as zeros."""
-        assert self.is_new, self
-        self.stored = [0] * len(self.sections)
-
-    @functools.cached_property
-    def gradient(self) -> list[Section]:
-        """The sections of the gradient behind the states."""
-        return [section for section in self.sections if section.late]
 
 
 class Write:
@@ -91,7 +54,7 @@ class Read:
     """A running read. A thread that waits for the read expands the sections as they arrive.
 
     left: for each section the memory, the itemsize of the floats (0 if not compressed) and the number of bytes to read, as
-    `_huffman.decode_last` takes them. transfers: one for each section, None for a section without bytes to read. catch_up: None, or runs once,
+    `_huffman.decode_last` takes them. transfers: those of each section, none for a section without bytes to read. catch_up: None, or runs once,
     in the lane, after all sections. what, path: for errors.
     """
 
@@ -100,7 +63,7 @@ class Read:
     def __init__(
         self,
         left: list[tuple[memoryview, int, int]],
-        transfers: list[Transfer | None],
+        transfers: list[list[Transfer]],
         catch_up: Callable[[], None] | None,
         lane: Lane,
         what: str,
@@ -121,16 +84,15 @@ class Read:
         """Each call raises, after all parts are over, SwapError if a part failed or has changed bytes, or the error of catch_up."""
         with waits(self.in_words), self._lock:  # another thread may hold the lock, and wait for a part
             while self._left and self._failure is None:
-                transfer = self._transfers[len(self._left) - 1]
                 try:
-                    if transfer is not None:
+                    for transfer in self._transfers[len(self._left) - 1]:
                         transfer.wait()
                     _huffman.decode_last(self._left)
                 except OSError as error:
-                    _wait_for(self._transfers, quietly=True)
+                    _wait_for(self._all, quietly=True)
                     self._failure = (error.errno, error.strerror, error.filename)
                 except ValueError:
-                    _wait_for(self._transfers, quietly=True)
+                    _wait_for(self._all, quietly=True)
                     error = changed_error(self._what, "", self._path)
                     self._failure = (error.errno, error.strerror, error.filename)
             if self._failure is None and self._catch_up is not None:
@@ -142,7 +104,7 @@ class Read:
 
     def in_words(self) -> str:
         """As `Transfer.in_words`."""
-        transfer = next(filter(None, self._transfers), None)
+        transfer = next(self._all, None)
         return transfer.in_words() if transfer is not None else f"the catch-up of {self._what}"
 
     def give_up(self) -> None:
@@ -166,19 +128,24 @@ class Read:
 
     def promote(self, priority: int = aio_ext.DEMAND) -> None:
         """As `Transfer.promote`."""
-        for transfer in self._transfers:
-            if transfer is not None:
-                transfer.promote(priority)
+        for transfer in self._all:
+            transfer.promote(priority)
+
+    @property
+    def _all(self) -> Iterator[Transfer]:
+        return itertools.chain.from_iterable(self._transfers)
 
 
 class Compressor:
     """Moves fewer bytes to and from storage: floats are compressed, moments may be late, and zeros of a new record are not written.
 
-    nbytes: size of the buffers, from the arena; with 0 nothing is compressed. pool_nbytes: of the arena, for gradients of late moments.
+    nbytes: size of the buffers, from the arena; with 0 nothing is compressed. pool_nbytes: of the arena, for gradients of late moments. area:
+    for codes that exceed the room of their extents.
     """
 
-    def __init__(self, storage: StorageTier, arena: Arena, nbytes: int, pool_nbytes: int = 0):
+    def __init__(self, storage: StorageTier, arena: Arena, nbytes: int, pool_nbytes: int = 0, area: OverflowArea | None = None):
         self.storage = storage
+        self.area = area or OverflowArea(storage)
         self.pool = GradientPool(arena, pool_nbytes) if pool_nbytes else None
         self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer if nbytes else memoryview(b"")
@@ -198,32 +165,36 @@ class Compressor:
     ) -> CompressedExtent:
         """An extent with its sections.
 
-        segments: of the extent, each with its offset and its size in bytes, multiples of 4096; without any, nothing is compressed. With
-        LATE_GRADIENT among them, moments may be late; with a pool, the extent has no room for that gradient. redo: the record's log, if any.
+        segments: of the extent, see `Segments`; without any, nothing is compressed. With LATE_GRADIENT among them, moments may be late; with a
+        pool, the extent has no room for that gradient. redo: the record's log, if any.
         """
-        sections = cut(tuple(segments), self.section_nbytes) if segments else (Section(0, extent.nbytes, 0),)
-        return CompressedExtent(extent, sections, [section.nbytes for section in sections], redo or RedoLog())
+        whole = Region((Section(0, extent.nbytes, 0),), 0, extent.nbytes)
+        found = regions(tuple(segments), self.section_nbytes) if segments else (whole,)
+        needed = sum(region.room for region in found if not (region.late and self.pool))
+        assert needed <= extent.nbytes, f"{extent} has no room for {needed} bytes"
+        self.area.admit(found)
+        return CompressedExtent(extent, found, self.area, redo or RedoLog())
 
     def read(self, compressed: CompressedExtent, buffer: memoryview, *, priority: int = aio_ext.PREFETCH, what: str = "") -> Read:
         """Read the whole extent after all its writes are over, without an unneeded gradient. Otherwise as `StorageTier.read`."""
         left, transfers, read, late = [], [], None, compressed.redo.late
+        left_out = {True} if self.pool is not None or not late else ()
         try:
-            for section, stored in zip(compressed.sections, compressed.stored):
-                if section.late and (self.pool is not None or not late):
-                    continue
+            for number, section, place in compressed.places(left_out):
+                stored = compressed.stored[number]
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 left.append((memory, (section.itemsize or 4) if stored < section.nbytes else 0, stored))
-                transfer = None
-                if stored:
-                    target = memory[section.nbytes - stored :]
-                    transfer = self.storage.read(compressed.extent, target, offset=section.offset, priority=priority, what=what)
-                transfers.append(transfer)
+                transfers.append([])
+                start = section.nbytes - stored
+                for extent, offset, nbytes in place.ranges(stored):
+                    transfers[-1].append(self.storage.read(extent, memory[start : start + nbytes], offset=offset, priority=priority, what=what))
+                    start += nbytes
             finish = functools.partial(self._bring_up_to_date, compressed.gradient, late, buffer) if late else None
             read = Read(left[::-1], transfers[::-1], finish, next(self._catchers), what, self.storage.path_of(compressed.extent))
             next(self._expanders).push(read.wait)
             return read
         except BaseException:  # no other thread waits until the transfers release the memory
-            _wait_for(transfers, quietly=True)
+            _wait_for(itertools.chain.from_iterable(transfers), quietly=True)
             if read is not None:
                 read.give_up()
             raise
@@ -240,7 +211,7 @@ class Compressor:
 
         catch_up: given if moments may be late, and storage holds the moments from before the last update. This write may then skip the
         moments. A later read calls catch_up with the bytes of the read, to replay the update on the moments there. If the gradient finds no
-        room, the moments are written.
+        room, the moments are written. `Write.wait` raises SwapError, before any byte is overwritten, if storage has no room for the record.
         """
         press = next(self._presses)
         return Write(press.lane.push(lambda: press.write(compressed, buffer, catch_up, what), what))
@@ -268,7 +239,7 @@ class _Press:
         self.pool = pool
         self.lane = Lane("compress")
         self._free = buffers
-        self._used: collections.deque[tuple[Transfer, memoryview]] = collections.deque()  # buffers that a write uses
+        self._used: collections.deque[tuple[list[Transfer], memoryview]] = collections.deque()  # buffers that a write uses
 
     def write(
         self, compressed: CompressedExtent, buffer: memoryview, catch_up: Callable[[memoryview], None] | None, what: str
@@ -279,22 +250,25 @@ class _Press:
             is_late = pooled is not None
         left_out = {not is_late} if self.pool is None else {not is_late, True}  # values of `late` of the sections that are left out
         transfers: list[Transfer] = []
+        must_settle = False
         try:
-            for number, section in enumerate(compressed.sections):
-                if section.late in left_out:
-                    continue
+            must_settle = compressed.borrow(left_out, what)
+            for number, section, place in compressed.places(left_out):
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
-                    compressed.stored[number] = self._write_floats(compressed.extent, section, source, what, transfers)
+                    compressed.stored[number] = self._write_floats(place, section, source, what, transfers)
                 elif compressed.is_new and not np.frombuffer(source, np.uint64).any():
                     compressed.stored[number] = 0
                 else:
-                    transfers.append(self.storage.write(compressed.extent, source, offset=section.offset, what=what))
+                    transfers += self._submit(place, source, what)
                     compressed.stored[number] = section.nbytes
         except BaseException:  # no other thread waits until the transfers release the buffer
             _wait_for(transfers, quietly=True)
             release(pooled or ())
             raise
+        finally:
+            if must_settle:
+                compressed.settle()
         compressed.is_new = False
         if is_late:
             compressed.redo.add(LateUpdate(catch_up, pooled))
@@ -323,16 +297,30 @@ class _Press:
         finally:
             self._free.append(target)
 
-    def _write_floats(self, extent: Extent, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
-        """Compress and write a section, and append the transfer to the list. Returns the number of stored bytes."""
+    def _submit(self, place: Place, source: memoryview, what: str) -> list[Transfer]:
+        """Write a section's stored bytes. If a part cannot be submitted, the transfers of the other parts are over."""
+        found: list[Transfer] = []
+        start = 0
+        try:
+            for extent, offset, nbytes in place.ranges(len(source)):
+                found.append(self.storage.write(extent, source[start : start + nbytes], offset=offset, what=what))
+                start += nbytes
+        except BaseException:
+            _wait_for(found, quietly=True)
+            raise
+        return found
+
+    def _write_floats(self, place: Place, section: Section, source: memoryview, what: str, transfers: list[Transfer]) -> int:
+        """Compress and write a section, and append the transfers to the list. Returns the number of stored bytes."""
         target, stored = self._buffer(), 0
         try:
             stored = _huffman.encode(source, section.itemsize, target)
             if stored:
                 chosen = target[:stored] if stored < section.nbytes else source
-                transfers.append(self.storage.write(extent, chosen, offset=section.offset, what=what))
+                submitted = self._submit(place, chosen, what)
+                transfers += submitted
                 if chosen is not source:
-                    self._used.append((transfers[-1], target))
+                    self._used.append((submitted, target))
                     target = None
         finally:
             if target is not None:
@@ -341,22 +329,23 @@ class _Press:
 
     def close(self) -> None:
         self.lane.close()
-        _wait_for((transfer for transfer, _ in self._used), quietly=True)
+        for transfers, _ in self._used:
+            _wait_for(transfers, quietly=True)
         self._used.clear()
         self._free.clear()
 
     def _buffer(self) -> memoryview:
         if not self._free:
-            transfer, buffer = self._used.popleft()
-            _wait_for([transfer], quietly=True)  # `Write.wait` raises the error
+            transfers, buffer = self._used.popleft()
+            _wait_for(transfers, quietly=True)  # `Write.wait` raises the error
             self._free.append(buffer)
         return self._free.pop()
 
 
-def _wait_for(transfers: Iterable[Transfer | Read | None], *, quietly: bool = False) -> None:
+def _wait_for(transfers: Iterable[Transfer | Read], *, quietly: bool = False) -> None:
     """Wait for all transfers, also after one has failed. Raises the first error unless `quietly`."""
     failure = None
-    for transfer in filter(None, transfers):
+    for transfer in transfers:
         try:
             transfer.wait()
         except OSError as error:

@@ -140,8 +140,7 @@ class Values:
             if chunk.on_device:
                 self._place_states(chunk, torch.empty(chunk.record.states_nbytes, dtype=torch.uint8, device=span.flat.device))
             elif all(states_stay_zero(chunk.record.format, values[piece.param].dtype) for piece in chunk.pieces):
-                chunk.note_zero_states()
-                kinds = (WEIGHTS,)
+                kinds = (WEIGHTS,)  # bytes that nothing has written count as zeros
             with self.filled(chunk, *kinds, is_first=True) as shard:
                 for piece in chunk.pieces:
                     value = values[piece.param][piece.param_start : piece.param_start + piece.numel]

@@ -198,11 +198,12 @@ class EveryRead:
     def __init__(self, engine, directory):
         self.read = engine.swap.read
         self.files = SwapFiles(engine.swap, [directory])
-        self.redo = {}  # extent: offsets of the gradients of late moments
+        self.redo = {}  # extent: offsets that gradients of late moments have there
         for chunk in engine.registry.chunks:
             if engine.compressor is not None and chunk.extents[STATES] is not None:
                 compressed = chunk.extents[STATES]
-                self.redo[compressed.extent] = [section.offset for section in compressed.gradient]
+                late = [region for region in compressed.regions if region.late]
+                self.redo[compressed.extent] = range(late[0].offset, late[0].offset + late[0].room) if late else ()
         self.told = {}
 
     def __call__(self, extent, buffer, *, offset=0, what="", **options):

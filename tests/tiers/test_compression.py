@@ -208,12 +208,11 @@ def test_encode_refuses_invalid_sizes(source, itemsize, target):
 class PlacesOnDrive(OnDrive):
     """Compressed places on a swap with small sections: bf16 weights, or residual and momentum."""
 
-    def __init__(self, paths, numel, count, section_nbytes=64 << 10):
-        super().__init__(paths, [2 * numel, 6 * numel] * count, section_nbytes)
-        self.places = []
-        for weights, states in zip(self.extents[::2], self.extents[1::2]):
-            self.places.append(self.compressor.compressed(weights, [(BF16, 0, 2 * numel)]))
-            self.places.append(self.compressor.compressed(states, [(INT16, 0, 2 * numel), (FP32, 2 * numel, 4 * numel)]))
+    def __init__(self, paths, numel, count, section_nbytes=64 << 10, area_nbytes=0):
+        kinds = [((BF16, 0, 2 * numel),), ((INT16, 0, 2 * numel), (FP32, 2 * numel, 4 * numel))] * count
+        sizes = [sum(region.room for region in compression.regions(segments, section_nbytes)) for segments in kinds]
+        super().__init__(paths, sizes, section_nbytes, area_nbytes=area_nbytes)
+        self.places = [self.compressor.compressed(extent, segments) for extent, segments in zip(self.extents, kinds)]
 
     def values(self, place, seed):
         """Page-aligned zeros, floats or noise, by the seed."""
@@ -393,7 +392,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
     with PlacesOnDrive(paths[:1], MIB, 1) as drive:
         place = drive.places[0]
         drive.compressor.write(place, drive.values(place, 1)).wait()
-        drive.swap.write(place.extent, memory(4096, fill=0xFF), offset=place.sections[2].offset).wait()
+        drive.swap.write(place.extent, memory(4096, fill=0xFF), offset=sum(place.stored[:2])).wait()
         read = drive.compressor.read(place, memory(place.nbytes), what="chunk 3: ")
         for _ in range(2):
             with pytest.raises(infinity.SwapError, match="chunk 3: the drive returned other bytes than were written") as caught:

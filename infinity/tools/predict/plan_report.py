@@ -84,7 +84,7 @@ def plan_text(subject: Subject, prediction: Prediction, report: dict, largest: L
         f"model     {subject.title}",
         f"machine   {machine_title(machine)}",
         f"chunks    {report['num_chunks']:,} of at most {format_bytes(report['chunk_bytes'])}, each sharded over {machine.world} rank(s)"
-        f"{', compressed on NVMe' if report['compresses_nvme'] else ''}",
+        f"{_compressed(prediction)}",
         "",
         table(["memory", "needed", "available"], memory),
         "",
@@ -100,6 +100,15 @@ def plan_text(subject: Subject, prediction: Prediction, report: dict, largest: L
         worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
         lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB written per day{worn}")
     return "\n".join(lines)
+
+
+def _compressed(prediction: Prediction) -> str:
+    """The assumption about the sizes of compressed records."""
+    if not prediction.compresses_nvme:
+        return ""
+    placement = prediction.placement
+    share = placement.nvme_nbytes / max(1, placement.uncoded().nvme_nbytes)
+    return f", compressed on NVMe to {share:.0%} of the bytes, if exponents of weights and states vary as in most trainings"
 
 
 def when_hidden(prediction: Prediction) -> str:

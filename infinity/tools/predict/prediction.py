@@ -164,10 +164,20 @@ def require(tier: Tier, need: Need) -> None:
     raise BudgetError(f"{field}: {format_bytes(need.needed)} are needed{of_them}, but {where} {format_bytes(need.there)}: {remedy}")
 
 
-def _compresses(config: Config, machine: Machine, num_parameters: int) -> bool:
-    """Whether a node with so many parameters compresses records on NVMe."""
+def _arranged(
+    model: nn.Module, config: Config, machine: Machine, budgets: Budgets
+) -> tuple[Layout, list[Record], Placement]:
+    """As an engine arranges the model: with compressed records if this is faster, or if other records do not fit the drives."""
+    named = list(model.named_parameters())
+    training = Training(deferred=_is_deferred(config), accumulating=False)
     rate, num_cores = machine.drive_gbps("mixed") * 1e9 / machine.devices, machine.cores // machine.devices
-    return may_compress(config, machine.device, num_parameters) and compression.pays(config.compression, rate, num_cores)
+    may = may_compress(config, machine.device, sum(param.numel() for _, param in named) // machine.nodes)
+    pays = may and compression.pays(config.compression, rate, num_cores)
+    found = arrange(model, named, config, budgets, training, (0, machine.world), compresses=may)
+    whole = found[2].uncoded().nvme_nbytes
+    if pays or not may or (budgets.nvme_nbytes is not None and whole > budgets.nvme_nbytes):
+        return found
+    return arrange(model, named, config, budgets, training, (0, machine.world), compresses=False)
 
 
 def arrangement(
@@ -194,11 +204,10 @@ def arrangement(
             raise BudgetError(f"device_memory: activations alone take {taken} of {there}: lower the batch or the sequence")
     bound = free if config.device_memory == "auto" else min(free, config.device_memory)
     device_budget = min(bound, auto_device_nbytes(machine)) if config.device_memory == "auto" else bound
-    named = list(model.named_parameters())
-    layout, records, placement = arrange(
+    layout, records, placement = _arranged(
         model,
-        named,
         config,
+        machine,
         Budgets(
             device_nbytes=device_budget,
             expected_nbytes=expected_device_nbytes(config, machine.device, auto_device_nbytes(machine)),
@@ -206,9 +215,6 @@ def arrangement(
             host_nbytes=host_budget,
             nvme_nbytes=(machine.total("capacity") // share or None) if machine.drives else 0,
         ),
-        Training(deferred=_is_deferred(config), accumulating=False),
-        (0, machine.world),
-        compresses=_compresses(config, machine, sum(param.numel() for _, param in named) // machine.nodes),
     )
     least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
     for tier in (HOST, NVME):  # the device budget is never above device memory
