@@ -145,6 +145,8 @@ class _Load:
             self.state.set_num_updates(index, self.manifest.parameters[sources[0][1]].step if self.with_states else 0)
         if self.with_states and self.state.seed is not None:
             self.state.seed = self.manifest.seed
+        if self.with_states and self.state.num_averaged is not None:
+            self.state.num_averaged = min((each.averaged or 0 for each in self.manifest.parameters if each.trainable), default=0)
         try:
             self._set_rest()
         except CheckpointError:
@@ -313,8 +315,7 @@ class _Load:
     def _is_as_it_lies(self) -> bool:
         """Whether the checkpoint has each record of this rank in one piece, with the bytes in the same order."""
         state, manifest = self.state, self.manifest
-        here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
-        there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
+        here, there = ([(c.partition, c.numel, c.trainable, c.pieces, c.format.averaged) for c in each.chunks] for each in (state.layout, manifest))
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
         return self.with_states and here == there and same  # _match_optimizer has checked that the moments are equal
 

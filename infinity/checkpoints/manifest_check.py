@@ -31,6 +31,7 @@ from infinity.checkpoints.json_text import (
 )
 from infinity.checkpoints.manifest import (
     ALIGNMENT,
+    AVERAGED,
     FILE_NAME,
     FOLDER_NAME,
     FORMAT,
@@ -91,7 +92,7 @@ class _Checked:
         self._values = Budget(_VALUES_NBYTES, "the values beside the weights", "pass long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # equal numbers share one object, to save memory
         self._names_of_moments: dict[tuple[str, ...], tuple[str, ...]] = {}  # so do equal names
-        self._formats: dict[tuple[str, bool, tuple[str, ...]], Format] = {}
+        self._formats: dict[tuple[str, bool, tuple[str, ...], bool], Format] = {}
 
     def manifest(self) -> Manifest:
         """Read the keys in the order of the note. All keys must be present; further keys after them are ignored."""
@@ -185,7 +186,7 @@ class _Checked:
             group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
             trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
             dtype, moments = self._own_dtype(entry, name, trainable), self._own_moments(entry, name)
-            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments))
+            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments, self._averaged(entry, name, trainable)))
         return tuple(found)
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
@@ -206,13 +207,21 @@ class _Checked:
         moments = _moments(entry["moments"], f"moments of {short(name)}")
         return None if moments == self.moments else self._names_of_moments.setdefault(moments, moments)
 
+    def _averaged(self, entry: dict, name: str, trainable: bool) -> int | None:
+        """The number of steps in the average of a parameter, or None if there is no average."""
+        if "averaged" not in entry:
+            return None
+        if self.version < AVERAGED or not trainable:
+            raise CheckpointError(f"parameter {short(name)} has an average, but is frozen, or format version {self.version} does not allow it")
+        return self._same(as_number(entry["averaged"], f"averaged of {short(name)}"))
+
     def _format(self, param: int) -> Format:
         """The format of a parameter. Equal formats are one object."""
         parameter = self.parameters[param]
         moments = self.moments if parameter.moments is None else parameter.moments
-        key = parameter.dtype or self.dtype, parameter.trainable, moments
+        key = parameter.dtype or self.dtype, parameter.trainable, moments, parameter.averaged is not None
         if key not in self._formats:
-            self._formats[key] = Format(*key, self.moments_dtype)
+            self._formats[key] = Format(*key[:3], self.moments_dtype, averaged=key[3])
         return self._formats[key]
 
     def _aliases(self) -> dict[str, str]:

@@ -29,6 +29,7 @@ from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_wrappers, watch_replicas
 from infinity.engine.sizing import Training
 from infinity.engine.stats import EngineStats, stats_of
+from infinity.engine.steps.averaging import Averaging
 from infinity.engine.steps.joined_optimizers import JoinedOptimizers
 from infinity.engine.steps.optimizer_calls import step_of, zero_grad_of
 from infinity.engine.steps.step_cycle import StepCycle
@@ -87,6 +88,7 @@ class Engine(NotAModule, NotCopied):
         if config.trace:
             self.events.timeline = timeline_of(self.device, self.events)
         self.optimizers = JoinedOptimizers()
+        self.averaging: Averaging | None = None  # of infinity.EMA
         self._model = weakref.ref(model)
         self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
@@ -318,7 +320,8 @@ class Engine(NotAModule, NotCopied):
         part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
-        training = Training.of(self.optimizers, self.config, scales_loss=self.dtypes.needs_loss_scale)
+        averages = self.averaging is not None
+        training = Training.of(self.optimizers, self.config, scales_loss=self.dtypes.needs_loss_scale, averages=averages)
         self.training = training
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement

@@ -50,12 +50,14 @@ _ADAMW = AdamRule(decoupled=True)
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Properties of a training that determine records and gradients. rules: the rule of each parameter, by its id; `rule` is that of all
-    others. deferred: updates wait for step(). accumulating: gradients of several backward passes add up."""
+    others. deferred: updates wait for step(). accumulating: gradients of several backward passes add up. averages: records have the average of
+    the weights."""
 
     deferred: bool
     accumulating: bool
     rule: Rule = _ADAMW
     rules: Mapping[int, Rule] = dataclasses.field(default_factory=dict)
+    averages: bool = False
 
     def rule_of(self, param: nn.Parameter) -> Rule:
         """The rule of a parameter. One that no optimizer has needs no whole units."""
@@ -74,13 +76,14 @@ class Training:
         return all(rule.can_advance for rule in {self.rule, *self.rules.values()} if rule.unit == "element")
 
     @classmethod
-    def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
+    def of(cls, optimizer, config: Config, *, scales_loss: bool, averages: bool = False) -> Training:
         """The properties for an optimizer or for joined ones; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
         deferred = is_deferred(optimizer, config, scales_loss=scales_loss)
         if not optimizer:
-            return cls(deferred=deferred, accumulating=False)
+            return cls(deferred=deferred, accumulating=False, averages=averages)
         rules = {id(param): rule for group in optimizer.param_groups for rule in [optimizer.rule_of(group)] for param in group["params"]}
-        return cls(deferred=deferred, accumulating=optimizer.accumulation_steps > 1, rule=optimizer.rule, rules=rules)
+        accumulating = optimizer.accumulation_steps > 1
+        return cls(deferred=deferred, accumulating=accumulating, rule=optimizer.rule, rules=rules, averages=averages)
 
 
 def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
@@ -164,7 +167,7 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
 
     @functools.cache  # a model may have 100,000 parameters of few formats
     def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
-        options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
+        options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating, "averaged": training.averages}
         format = Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
         if format.has_coded_moments and not rule.allows_eight_bit:
             raise ConfigError(

@@ -17,7 +17,8 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #
 # Moments follow behind. An 8-bit moment has two segments: codes, and scales. A frozen parameter has only the segments of the weight. A bf16
-# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`.
+# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`. The last segment is the average of the weight,
+# in fp32 for every storage, if the program keeps one (infinity.EMA).
 
 from __future__ import annotations
 
@@ -38,6 +39,10 @@ MOMENTS_DTYPES = ("fp32", "bf16", EIGHT_BIT)
 
 SCALE_BLOCK = 128
 """Values of an 8-bit moment that share a scale."""
+
+
+AVERAGE = "average"
+"""The name of the segment with the average of the weights."""
 
 
 def scale_name(moment: str) -> str:
@@ -116,7 +121,8 @@ class Format:
 
     name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
     only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit:
-    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter.
+    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter. averaged: the record has
+    the average of the weights over the steps.
     """
 
     name: str
@@ -125,12 +131,14 @@ class Format:
     moments_dtype: str = "fp32"
     accumulates: bool = False
     unit: str = "element"
+    averaged: bool = False
 
     def __post_init__(self):
         if not self.trainable:
             object.__setattr__(self, "unit", "element")
             object.__setattr__(self, "moments", ())
             object.__setattr__(self, "accumulates", False)
+            object.__setattr__(self, "averaged", False)
         if not self.moments or self.name not in ("bf16", ROUNDED):
             object.__setattr__(self, "moments_dtype", "fp32")
 
@@ -150,8 +158,9 @@ class Format:
 
     @functools.cached_property
     def state_segments(self) -> tuple[Segment, ...]:
-        """The segments that only an update needs: the rest of the master, and the moments."""
-        return (*self.storage.master, *self.moment_segments) if self.trainable else ()
+        """The segments that only an update needs: the rest of the master, the moments, and the average."""
+        average = (Segment(AVERAGE, "fp32"),) if self.averaged else ()
+        return (*self.storage.master, *self.moment_segments, *average) if self.trainable else ()
 
     @functools.cached_property
     def moment_segments(self) -> tuple[Segment, ...]:
@@ -224,8 +233,13 @@ class Format:
     @property
     def may_be_late(self) -> bool:
         """Whether a gradient can wait beside late moments: [Note: late moments] in tiers/late_moments.py. Such gradients are bf16."""
-        is_plain = not (self.is_coded or self.has_coded_moments) and self.unit == "element"
+        is_plain = not (self.is_coded or self.has_coded_moments or self.averaged) and self.unit == "element"
         return self.trainable and self.gradient == "bf16" and is_plain
+
+    @property
+    def changes_at_once(self) -> bool:
+        """Whether an update changes all segments of an element at once, and cannot leave the moments for later."""
+        return self.has_coded_moments or self.rounds_weights or self.averaged
 
     def __str__(self) -> str:
         return self.name if self.trainable else f"frozen {self.name}"

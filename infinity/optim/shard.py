@@ -13,6 +13,7 @@ Knows formats and flat tensors. Must not know chunks, ranks, tiers or the engine
 #   rounded  values -> weight on the device              loaded values of a chunk whose other shards lie on other ranks
 #   adopt    the program has changed weights in place    the rest of the master follows
 #   decode   segments -> weight on the device            each copy to the device, of a coded storage only
+#   exchange weights and average change places           infinity.EMA; a second call restores all bits
 #
 # The bits of `masters` after `store` are those that were stored. That is what makes an update independent of the tier.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import torch
 
 from infinity.config import CHOICES
-from infinity.formats.format import ROUNDED, STORAGES, Format, Storage, scale_name
+from infinity.formats.format import AVERAGE, ROUNDED, STORAGES, Format, Storage, scale_name
 from infinity.optim import eight_bit
 from infinity.optim.adam import WEIGHT_PAIR, Dither, join_master, split_master, store_dithered
 
@@ -119,6 +120,12 @@ class Codec:
         """The weights as the device has them, in its dtype."""
         return shard["weight"]
 
+    def exchange(self, shard: Shard) -> None:
+        """The average becomes the weights and their masters, and the masters become the average."""
+        masters = self.masters(shard, 0).clone()
+        self.put(shard, shard[AVERAGE])
+        shard[AVERAGE].copy_(masters)
+
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Values as the device has them after `put`, or values that a copy to the device's dtype rounds so."""
         return values
@@ -167,6 +174,12 @@ class RoundedCodec(Codec):
     def store(self, shard, values, random=None):
         """random: int64 [numel], 16 bits that round each value."""
         store_dithered(shard["weight"], values, random)
+
+    def exchange(self, shard):
+        """The weight has no room for all bits of the average. The average's segment keeps the lower half of them below the old weight."""
+        new, lower_half = split_master(shard[AVERAGE])
+        shard[AVERAGE].copy_(join_master(shard["weight"].contiguous(), lower_half))
+        shard["weight"].copy_(new)
 
 
 class MasterCodec(Codec):

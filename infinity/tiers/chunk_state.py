@@ -49,6 +49,7 @@ class ChunkState:
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
+        self.num_averaged = 0  # the step of the average of the weights; 0: no average yet
         self.gradient = GradientState()
         self.copy_job = None  # the last copy of the weights to the device
         self.update = UpdateState()

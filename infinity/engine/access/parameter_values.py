@@ -44,6 +44,7 @@ class ParameterValues:
         self._indices = {id(param): index for index, (_, param) in enumerate(named)}
         self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
         self._dtypes: list[torch.dtype] = []
+        self._reader: Callable[[nn.Parameter], torch.Tensor] | None = None  # makes the values of a state_dict, inside `read_by`
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
         """Take another list of parameters, with their dtypes, before the start. Parameters may have new names and places.
@@ -113,6 +114,8 @@ class ParameterValues:
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in the compute dtype. All ranks must make this call."""
         self._lifecycle.check_access("state_dict()")
+        if self._reader is not None:
+            return self._reader(param)
         index = self._indices[id(param)]
         if not self._lifecycle.has_started:
             if index not in self._loaded:
@@ -124,6 +127,15 @@ class ParameterValues:
             return param.detach().to("cpu", copy=True)
         self.cycle.refuse_half_updated("state_dict()")
         return self.values.read(self.registry.params[index], weight_only=True)["weight"]
+
+    @contextlib.contextmanager
+    def read_by(self, reader: Callable[[nn.Parameter], torch.Tensor]):
+        """Inside the block, `reader` makes the value of each parameter in a state_dict."""
+        self._reader = reader
+        try:
+            yield
+        finally:
+            self._reader = None
 
     @uninterrupted
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:

@@ -124,6 +124,17 @@ class TrainingState:
             chunk.steps[index] = number
 
     @property
+    def num_averaged(self) -> int | None:
+        """The number of steps in the average of the weights; None without infinity.EMA."""
+        return None if self._engine.averaging is None else self._engine.averaging.num_steps
+
+    @num_averaged.setter
+    def num_averaged(self, number: int) -> None:
+        self._engine.averaging.load(number)
+        for chunk in self._engine.registry.chunks:
+            chunk.num_averaged = number
+
+    @property
     def seed(self) -> int | None:
         """The seed of the random bits that round bf16 moments; None if moments are fp32."""
         return self._engine.updater.seed

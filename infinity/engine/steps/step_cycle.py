@@ -22,6 +22,7 @@ from infinity.engine.memory.advice import LayerwiseAdvice
 from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers
+from infinity.engine.steps.averaging import Averaging
 from infinity.engine.steps.backward_passes import BackwardPasses
 from infinity.engine.steps.chunk_updates import ChunkUpdates
 from infinity.engine.steps.completed_gradients import CompletedGradients
@@ -85,9 +86,9 @@ class StepCycle:
         self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self.backward = BackwardPasses(self)
 
-    def attach(self, optimizers: JoinedOptimizers, scaler: Scaler | None) -> None:
-        """Give the optimizers of all later steps. scaler: the loss scale for fp16."""
-        self.optimizers, self.scaler = optimizers, scaler
+    def attach(self, optimizers: JoinedOptimizers, scaler: Scaler | None, averaging: Averaging | None = None) -> None:
+        """Give the optimizers of all later steps. scaler: the loss scale for fp16. averaging: the average of the weights, if there is one."""
+        self.optimizers, self.scaler, self.averaging = optimizers, scaler, averaging
         self.optimizer_calls = OptimizerCalls(optimizers)
 
     def close(self) -> None:
@@ -145,6 +146,8 @@ class StepCycle:
 
     def _count_forward(self) -> None:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
+        if trains:
+            self._refuse_exchanged("a forward pass without torch.no_grad()")
         self.forward.count(trains)
         if trains and self.optimizers and not self.state.num_backwards:
             self.pace.begin()
@@ -200,6 +203,8 @@ class StepCycle:
             ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # in the order of the next forward pass
             is_divided = self.device_budget.redivide(by_step=True)  # before the updates: the device updates records that come there
         self.updates.begin_or_announce(ready, hyper)
+        if self.averaging is not None:
+            self.averaging.end_step()
         self.end_step(is_divided=is_divided)
 
     def _clip(self, ready: list[ChunkState], hyper: Hyper) -> bool:
@@ -221,6 +226,7 @@ class StepCycle:
         if self.state.in_backward:
             self.backward.abandon()
         self._refuse_half_loaded()
+        self._refuse_exchanged(what)
         if self.torn:
             raise UsageError(WEIGHTS_OF_TWO_STEPS)
         if self.state.damage is Damage.GRADIENTS:
@@ -247,7 +253,9 @@ class StepCycle:
     def hyper(self, factor: float = 1.0) -> Hyper:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        return Hyper([self.optimizers.rule_of(group) for group in self.optimizers.param_groups], self.optimizer_calls.snapshot(), factor / scale)
+        rules = [self.optimizers.rule_of(group) for group in self.optimizers.param_groups]
+        average = None if self.averaging is None else self.averaging.next_step
+        return Hyper(rules, self.optimizer_calls.snapshot(), factor / scale, average)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
@@ -303,9 +311,15 @@ class StepCycle:
         change: the call changes weights. Such a call is refused as soon as an update may begin, whatever tier the weights are in.
         """
         self._refuse_half_loaded()
+        if change:
+            self._refuse_exchanged(what)
         updates = (change and self.updates.early_hyper is not None) or self.updates.are_early
         if not self.state.in_backward and not self.torn and updates:
             raise UsageError(half_updated(what))
+
+    def _refuse_exchanged(self, what: str) -> None:
+        if self.averaging is not None:
+            self.averaging.refuse_exchanged(what)
 
     def _refuse_half_loaded(self) -> None:
         if self.state.damage is Damage.RECORDS:
