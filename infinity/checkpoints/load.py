@@ -141,12 +141,13 @@ class _Load:
                     self._put_together(chunk, shard)
                 self._note(chunk)
         self.state.finish_writes()
+        num_averaged = self.manifest.num_averaged if self.with_states else 0
         for index, sources in enumerate(self._sources):
-            self.state.set_num_updates(index, self.manifest.parameters[sources[0][1]].step if self.with_states else 0)
+            step = self.manifest.parameters[sources[0][1]].step if self.with_states else 0
+            self.state.set_num_updates(index, step, num_averaged=num_averaged)
+        self.state.averaging.load(num_averaged)
         if self.with_states and self.state.seed is not None:
             self.state.seed = self.manifest.seed
-        if self.with_states and self.state.num_averaged is not None:
-            self.state.num_averaged = min((each.averaged or 0 for each in self.manifest.parameters if each.trainable), default=0)
         try:
             self._set_rest()
         except CheckpointError:

@@ -202,6 +202,11 @@ class Manifest:
         return max((parameter.step for parameter in self.parameters), default=0)
 
     @property
+    def num_averaged(self) -> int:
+        """Steps in the average of the weights; 0 unless all trained parameters have an average."""
+        return min((parameter.averaged or 0 for parameter in self.parameters if parameter.trainable), default=0)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files, without the manifest."""
         return sum(file.nbytes for file in self.files) + sum(tensor.nbytes for tensor in self.tensors)

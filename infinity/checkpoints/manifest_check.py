@@ -186,7 +186,8 @@ class _Checked:
             group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
             trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
             dtype, moments = self._own_dtype(entry, name, trainable), self._own_moments(entry, name)
-            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments, self._averaged(entry, name, trainable)))
+            averaged = _averaged(entry, self.version, name) if "averaged" in entry else None
+            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments, averaged))
         return tuple(found)
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
@@ -206,14 +207,6 @@ class _Checked:
             raise CheckpointError(f"parameter {short(name)} has moments of its own, which format version {self.version} does not allow")
         moments = _moments(entry["moments"], f"moments of {short(name)}")
         return None if moments == self.moments else self._names_of_moments.setdefault(moments, moments)
-
-    def _averaged(self, entry: dict, name: str, trainable: bool) -> int | None:
-        """The number of steps in the average of a parameter, or None if there is no average."""
-        if "averaged" not in entry:
-            return None
-        if self.version < AVERAGED or not trainable:
-            raise CheckpointError(f"parameter {short(name)} has an average, but is frozen, or format version {self.version} does not allow it")
-        return self._same(as_number(entry["averaged"], f"averaged of {short(name)}"))
 
     def _format(self, param: int) -> Format:
         """The format of a parameter. Equal formats are one object."""
@@ -386,6 +379,13 @@ class _Checked:
             found.append(StoredTensor(dtype, shape, offset, nbytes, crc))
             end = offset + nbytes
         return tuple(found)
+
+
+def _averaged(entry: dict, version: int, name: str) -> int:
+    """The number of steps in the average of a parameter."""
+    if version < AVERAGED or not entry["trainable"]:
+        raise CheckpointError(f"parameter {short(name)} has an average: it is frozen, or format version {version} does not allow averages")
+    return as_number(entry["averaged"], f"averaged of {short(name)}")
 
 
 def _moments(value, what: str) -> tuple[str, ...]:

@@ -87,8 +87,7 @@ class Engine(NotAModule, NotCopied):
         self.events = Events(tracing=config.trace)
         if config.trace:
             self.events.timeline = timeline_of(self.device, self.events)
-        self.optimizers = JoinedOptimizers()
-        self.averaging: Averaging | None = None  # of infinity.EMA
+        self.optimizers, self.averaging = JoinedOptimizers(), Averaging()
         self._model = weakref.ref(model)
         self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
@@ -320,9 +319,8 @@ class Engine(NotAModule, NotCopied):
         part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
-        averages = self.averaging is not None
-        training = Training.of(self.optimizers, self.config, scales_loss=self.dtypes.needs_loss_scale, averages=averages)
-        self.training = training
+        scales_loss, averages = self.dtypes.needs_loss_scale, self.averaging.is_kept
+        self.training = training = Training.of(self.optimizers, self.config, scales_loss=scales_loss, averages=averages)
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
@@ -333,7 +331,7 @@ class Engine(NotAModule, NotCopied):
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
             self.device_budget = DeviceBudget(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
-            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
+            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn, self.averaging)
             self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(parts.give_up)
             if self.optimizers:

@@ -44,7 +44,7 @@ def give(engine) -> None:
     scaler, settings = engine.cycle.scaler, engine.optimizers.loss_scale or LossScale()
     if engine.dtypes.needs_loss_scale and (scaler is None or scaler.settings != settings):
         scaler = Scaler(settings, engine.ranks.world)
-    engine.cycle.attach(engine.optimizers, scaler, engine.averaging)
+    engine.cycle.attach(engine.optimizers, scaler)
     if records_may_visit(engine.config, engine.layout):
         engine.device_budget.hold_records()
     groups = {id(param): index for index, group in enumerate(engine.optimizers.param_groups) for param in group["params"]}
@@ -59,7 +59,7 @@ def _take(engine, optimizers: JoinedOptimizers) -> None:
     try:
         optimizers.check_options()
         scales_loss = engine.dtypes.needs_loss_scale
-        training = Training.of(optimizers, engine.config, scales_loss=scales_loss, averages=engine.averaging is not None)
+        training = Training.of(optimizers, engine.config, scales_loss=scales_loss, averages=engine.averaging.is_kept)
         if had_started and not training.has_the_records_of(engine.training, (state.param for state in engine.registry.params)):
             raise UsageError(planned_otherwise(before.made_at if before else None))
         if optimizers.loss_scale is not None and not scales_loss:

@@ -33,11 +33,16 @@ class AverageStep:
     decay: float
     number: int
 
+    @property
+    def before(self) -> AverageStep:
+        """The average after the step before."""
+        return AverageStep(self.decay, self.number - 1)
+
 
 @torch.no_grad()
-def advance(shard: Shard, decay: float, *, num_done: int, number: int) -> None:
-    """Bring the average from step `num_done` to step `number`, with the present weights in all of these steps. 0: there is no average yet."""
-    factor = 1 - decay ** (number - num_done)
+def advance(shard: Shard, step: AverageStep, *, num_done: int) -> None:
+    """Bring the average from step `num_done` to a later step, with the present weights in all of these steps. 0: there is no average yet."""
+    factor = 1 - step.decay ** (step.number - num_done)
     for part in _blocks(shard):
         average, weight = part[AVERAGE], part.masters(threads=1)
         if num_done:

@@ -75,17 +75,17 @@ def update(
     change only weights. The caller then calls `Computed.update_moments`. The rules must have two parts."""
     if hyper.average is None:
         return _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
-    advance_average(chunk, state, hyper.average.decay, hyper.average.number - 1)
+    advance_average(chunk, state, hyper.average.before)
     computed = _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
-    advance_average(chunk, state, hyper.average.decay, hyper.average.number)
+    advance_average(chunk, state, hyper.average)
     return computed
 
 
-def advance_average(chunk: ChunkState, state: Shard, decay: float, number: int) -> None:
-    """Bring the average of a shard to step `number`, see [Note: the average of the weights] in optim/average.py."""
-    if chunk.num_averaged < number:
-        average.advance(state, decay, num_done=chunk.num_averaged, number=number)
-        chunk.num_averaged = number
+def advance_average(chunk: ChunkState, state: Shard, step: AverageStep) -> None:
+    """Bring the average of a shard to a step, see [Note: the average of the weights] in optim/average.py."""
+    if chunk.num_averaged < step.number:
+        average.advance(state, step, num_done=chunk.num_averaged)
+        chunk.note_average(step.number)
 
 
 def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments) -> Computed:

@@ -89,6 +89,10 @@ class ChunkState:
         if (snapshot := self.snapshot) is not None:
             snapshot.before_change(self, lease)
 
+    def note_average(self, number: int) -> None:
+        """The average contains the weights of `number` steps."""
+        self.num_averaged = number
+
     def begin_change(self, lease=None) -> None:
         self.copy_for_snapshot(lease)
         self.num_changes += 1

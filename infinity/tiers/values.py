@@ -11,11 +11,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
-from infinity.formats.format import Segment, scale_name
+from infinity.formats.format import AVERAGE, Segment, scale_name
+from infinity.optim import average
+from infinity.optim.average import AverageStep
 from infinity.optim.shard import Shard, codec_of, states_stay_zero
 from infinity.plan.record import STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
+from infinity.tiers.arithmetic import advance_average
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.record_mover import RecordMover, segments
@@ -89,6 +92,29 @@ class Values:
                 part = value[piece.param_start : piece.param_start + piece.numel]
                 there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
                 there.copy_(codec_of(chunk.record.format).rounded(part))
+
+    def read_average(self, state: ParameterState, step: AverageStep) -> torch.Tensor:
+        """The average of a parameter after the last step: fp32, in its shape, on the CPU. Without an average, the weight in fp32."""
+        chunks = self.registry.chunks_of(state)
+        if (format := chunks[0].record.format).averaged and step.number:
+            for chunk in chunks:
+                self.settle_average(chunk, step)
+            return self.read(state)[AVERAGE]
+        return Shard(format, {name: value.reshape(-1) for name, value in self.read(state).items()}).masters().clone().reshape(state.shape)
+
+    def settle_average(self, chunk: ChunkState, step: AverageStep) -> None:
+        """Bring the average of a chunk up to the last step, if the chunk had no update meanwhile."""
+        self.updater.finish(chunk)
+        if chunk.num_averaged < step.number:
+            self.keep_written(chunk.span)
+            with self.shard(chunk, change=True) as shard:
+                advance_average(chunk, shard, step)
+
+    def exchange_average(self, chunk: ChunkState) -> None:
+        """Weights and average of a chunk change places. The device copy is stale, or the record is on the device."""
+        with self.shard(chunk, change=True) as shard:
+            average.exchange(shard)
+        self.updater.take_snapshot(chunk)
 
     def keep_written(self, span: SpanState) -> None:
         """Adopt the values that forward passes wrote to parameters of a HOME span."""

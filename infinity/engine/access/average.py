@@ -5,8 +5,8 @@ Knows the parts of an engine that store values. Must not know how an average is 
 
 # [Note: the average in the weights' place]
 # `EMA.weights` exchanges the weights and the average of each record, chunk by chunk, and exchanges them again at the end. No second copy is
-# made. Each exchange costs as much traffic as the updates of one step: it reads and writes all records. Codec.exchange restores all bits. While
-# the average is in the weights' place, the engine refuses whatever would change or save the training state.
+# made. Each exchange costs as much traffic as the updates of one step: it reads and writes all records. The second exchange restores all bits.
+# While the average is in the weights' place, the engine refuses whatever would change or save the training state.
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ import torch
 from torch import nn
 
 from infinity.engine.engines import engine_of
-from infinity.engine.steps.averaging import Averaging
 from infinity.errors import ConfigError, UsageError
-from infinity.formats.format import AVERAGE
 from infinity.model.autograd_state import autograd_runs
-from infinity.optim import average
-from infinity.optim.shard import Shard
 from infinity.system.interrupts import uninterrupted
-from infinity.tiers.arithmetic import advance_average
 
 
 class EMA:
@@ -43,12 +38,12 @@ class EMA:
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ConfigError(f"decay={decay!r}: expected a number from 0 to below 1")
         engine = engine_of(model)
-        if engine.averaging is not None:
+        if engine.averaging.is_kept:
             raise UsageError("the model has an infinity.EMA already, and its records have room for one average")
         if engine.has_started:
-            raise UsageError("infinity.EMA after the start of the engine, which has planned records without an average. Make it before the optimizer")
-        self._engine, self._averaging = engine, Averaging(float(decay))
-        engine.averaging = self._averaging
+            raise UsageError("infinity.EMA after the engine has started and planned records without an average. Make it before the optimizer")
+        engine.averaging.begin(float(decay))
+        self._engine, self._averaging = engine, engine.averaging
 
     @property
     def num_averaged(self) -> int:
@@ -60,8 +55,8 @@ class EMA:
         """Inside the block the model has the averaged weights, as for evaluation or model.state_dict(). Afterwards the weights are as before.
 
         The begin and the end of the block each read and write all records once, as the updates of a step do. All ranks must enter the block.
-        Raises UsageError between backward() and step(). Inside the block, forward passes need torch.no_grad(). The engine refuses
-        step(), infinity.save, infinity.load and new values of weights there.
+        Raises UsageError between backward() and step(), and while a module runs. Inside the block, forward passes need torch.no_grad(). The
+        engine refuses step(), infinity.save, infinity.load and new values of weights there.
         """
         self._prepare("ema.weights()")
         done: list[int] = []
@@ -76,27 +71,15 @@ class EMA:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """model.state_dict() with the averaged value of each parameter, in fp32 on the CPU. All ranks must make this call.
 
-        Raises UsageError inside `weights()`, and between a backward pass that updates and step().
+        Raises UsageError inside `weights()`, and between backward() and step().
         """
         self._prepare("ema.state_dict()")
-        with self._engine.parameter_values.read_by(self._read):
-            return self._engine.model.state_dict()
-
-    def _read(self, param: torch.Tensor) -> torch.Tensor:
-        """The averaged value of one parameter: fp32, in its shape, on the CPU."""
-        segments, averaging = self._engine.read_state(param), self._averaging
-        registry = self._engine.registry
-        state = registry.find(param)
-        chunks = registry.chunks_of(state)
-        shard = Shard(chunks[0].record.format, {name: segment.reshape(-1) for name, segment in segments.items()})
-        if not (shard.format.averaged and averaging.num_steps):
-            return shard.masters().clone().reshape(state.shape)
-        if (num_done := min(chunk.num_averaged for chunk in chunks)) < averaging.num_steps:
-            average.advance(shard, averaging.decay, num_done=num_done, number=averaging.num_steps)
-        return shard[AVERAGE].reshape(state.shape)
+        engine, step = self._engine, self._averaging.last_step
+        with engine.parameter_values.read_by(lambda param: engine.values.read_average(engine.registry.find(param), step)):
+            return engine.model.state_dict()
 
     def _prepare(self, what: str) -> None:
-        """Raise UsageError if the average cannot be read or exchanged now. Start the engine."""
+        """Start the engine. Raise UsageError if the average cannot be read or exchanged now."""
         engine = self._engine
         engine.lifecycle.check_access(what)
         self._averaging.refuse_exchanged(what)
@@ -112,21 +95,21 @@ class EMA:
     @uninterrupted
     @torch.no_grad()
     def _exchange(self, done: list[int]) -> None:
-        """Put the average into the weights' place. done: the chunks of which this is done."""
+        """Put the average into the weights' place. done: the chunks of which this is done. Before the first step there is no average."""
         settle(self._engine)
         self._averaging.exchange()
-        for chunk in self._engine.registry.chunks:
-            if chunk.record.format.averaged and chunk.num_averaged:
-                done.append(chunk.index)
+        for chunk in self._engine.registry.chunks if self._averaging.num_steps else ():
+            if chunk.record.format.averaged:
                 self._exchange_in(chunk)
+                done.append(chunk.index)
 
     @uninterrupted
     @torch.no_grad()
     def _exchange_back(self, done: list[int]) -> None:
-        if self._averaging.is_exchanged:
-            self._averaging.exchange()
         for index in done:
             self._exchange_in(self._engine.registry.chunks[index])
+        if self._averaging.is_exchanged:
+            self._averaging.exchange()
 
     def _exchange_in(self, chunk) -> None:
         engine = self._engine
@@ -134,29 +117,13 @@ class EMA:
             engine.calls.release_escaped()
         if engine.weights.is_held(chunk.span):
             raise UsageError(f"the weights of {chunk.title} are in use, by a running module or infinity.gathered. End that before ema.weights()")
-        with changed_shard(engine, chunk) as shard:
-            average.exchange(shard)
+        engine.updater.finish(chunk)
+        engine.cycle.updates.make_stale(chunk)
+        engine.values.exchange_average(chunk)
 
 
-@contextlib.contextmanager
-def changed_shard(engine, chunk) -> Iterator[Shard]:
-    """The segments of a shard, with its weights. The block changes weights, and the device copy follows."""
-    engine.updater.finish(chunk)
-    engine.values.keep_written(chunk.span)
-    engine.cycle.updates.make_stale(chunk)
-    with engine.values.shard(chunk, change=True) as shard:
-        yield shard
-    engine.updater.take_snapshot(chunk)
-
-
-@torch.no_grad()
 def settle(engine) -> None:
-    """Bring the average of every chunk up to the last step. Updates that are announced do this for their chunk."""
-    averaging = engine.averaging
+    """Bring the average of every chunk up to the last step. An announced update does this for its chunk."""
     for chunk in engine.registry.chunks:
         if chunk.record.format.averaged and not chunk.update.is_announced:
-            engine.updater.finish(chunk)
-            if chunk.num_averaged < averaging.num_steps:
-                engine.values.keep_written(chunk.span)
-                with engine.values.shard(chunk, change=True) as shard:
-                    advance_average(chunk, shard, averaging.decay, averaging.num_steps)
+            engine.values.settle_average(chunk, engine.averaging.last_step)

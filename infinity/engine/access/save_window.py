@@ -36,8 +36,7 @@ def ready_to_save(engine, optimizer) -> None:
             engine.updater.finish(chunk)  # an update that a backward pass or step() has begun
     for span in engine.registry.spans:
         engine.values.keep_written(span)
-    if engine.averaging is not None:
-        settle(engine)
+    settle(engine)
 
 
 def ready_to_load(engine, optimizer) -> None:
@@ -56,9 +55,7 @@ def loading(engine):
     engine.cycle.zero_grad()
     for chunk in engine.registry.chunks:
         engine.cycle.updates.make_stale(chunk)
-        chunk.num_averaged = 0
-    if engine.averaging is not None:
-        engine.averaging.load(0)
+    engine.averaging.load(0)
     engine.last_save = None
     engine.optimizers.refer_to(None)
     with engine.cycle.replacing():
@@ -93,7 +90,6 @@ def _enter(engine, optimizer, what: str) -> None:
     engine.lifecycle.check_access(what)
     if optimizer is not None:
         engine.optimizers.require_all(what, optimizer)
-    if engine.averaging is not None:
-        engine.averaging.refuse_exchanged(what)
+    engine.averaging.refuse_exchanged(what)
     engine.start()
     engine.calls.refuse_running(what)

@@ -10,17 +10,32 @@ from infinity.optim.average import AverageStep
 
 
 class Averaging:
-    """The average of one engine's weights. num_steps: steps that the average contains. is_exchanged: the average is in the weights' place."""
+    """The average of one engine's weights. decay: None if the program keeps no average. num_steps: steps that the average contains.
+    is_exchanged: the average is in the weights' place."""
 
-    def __init__(self, decay: float):
-        self.decay = decay
+    def __init__(self) -> None:
+        self.decay: float | None = None
         self.num_steps = 0
         self.is_exchanged = False
 
     @property
-    def next_step(self) -> AverageStep:
+    def is_kept(self) -> bool:
+        """Whether records have an average."""
+        return self.decay is not None
+
+    def begin(self, decay: float) -> None:
+        """Keep an average. The engine has not started."""
+        self.decay = decay
+
+    @property
+    def last_step(self) -> AverageStep | None:
+        """The average after the last training step."""
+        return None if self.decay is None else AverageStep(self.decay, self.num_steps)
+
+    @property
+    def next_step(self) -> AverageStep | None:
         """The average after the current training step."""
-        return AverageStep(self.decay, self.num_steps + 1)
+        return None if self.decay is None else AverageStep(self.decay, self.num_steps + 1)
 
     def end_step(self) -> None:
         """The updates of a training step have begun, or were announced."""

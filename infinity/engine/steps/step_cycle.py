@@ -52,17 +52,18 @@ from infinity.system.slow_steps import Pace
 from infinity.tiers.arithmetic import Hyper
 from infinity.tiers.chunk_state import ChunkState
 
+Turn = contextlib.AbstractContextManager
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class StepCycle:
     """The steps of an engine that has started. `attach` gives the optimizer.
 
-    turn: the lock under which another thread saves or loads. state: phase of the step. backward: backward passes.
+    turn: the lock under which another thread saves or loads. averaging: of the weights. state: phase of the step. backward: backward passes.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: DeviceBudget, turn: contextlib.AbstractContextManager):
-        self.config, self.ranks, self.events, self.device_budget, self.turn = config, ranks, events, margin, turn
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: DeviceBudget, turn: Turn, averaging: Averaging):
+        self.config, self.ranks, self.events, self.device_budget, self.turn, self.averaging = config, ranks, events, margin, turn, averaging
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
         self.attach(JoinedOptimizers(), None)
@@ -86,9 +87,9 @@ class StepCycle:
         self.pace, self.advice, self.layerwise_limits = Pace(events, who), LayerwiseAdvice(events, who), LayerwiseLimits(who)
         self.backward = BackwardPasses(self)
 
-    def attach(self, optimizers: JoinedOptimizers, scaler: Scaler | None, averaging: Averaging | None = None) -> None:
-        """Give the optimizers of all later steps. scaler: the loss scale for fp16. averaging: the average of the weights, if there is one."""
-        self.optimizers, self.scaler, self.averaging = optimizers, scaler, averaging
+    def attach(self, optimizers: JoinedOptimizers, scaler: Scaler | None) -> None:
+        """Give the optimizers of all later steps. scaler: the loss scale for fp16."""
+        self.optimizers, self.scaler = optimizers, scaler
         self.optimizer_calls = OptimizerCalls(optimizers)
 
     def close(self) -> None:
@@ -146,9 +147,9 @@ class StepCycle:
 
     def _count_forward(self) -> None:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
-        if trains:
-            self._refuse_exchanged("a forward pass without torch.no_grad()")
         self.forward.count(trains)
+        if trains:
+            self.averaging.refuse_exchanged("a forward pass without torch.no_grad()")
         if trains and self.optimizers and not self.state.num_backwards:
             self.pace.begin()
             self.advice.begin()
@@ -203,8 +204,7 @@ class StepCycle:
             ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # in the order of the next forward pass
             is_divided = self.device_budget.redivide(by_step=True)  # before the updates: the device updates records that come there
         self.updates.begin_or_announce(ready, hyper)
-        if self.averaging is not None:
-            self.averaging.end_step()
+        self.averaging.end_step()
         self.end_step(is_divided=is_divided)
 
     def _clip(self, ready: list[ChunkState], hyper: Hyper) -> bool:
@@ -226,7 +226,7 @@ class StepCycle:
         if self.state.in_backward:
             self.backward.abandon()
         self._refuse_half_loaded()
-        self._refuse_exchanged(what)
+        self.averaging.refuse_exchanged(what)
         if self.torn:
             raise UsageError(WEIGHTS_OF_TWO_STEPS)
         if self.state.damage is Damage.GRADIENTS:
@@ -254,8 +254,7 @@ class StepCycle:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
         rules = [self.optimizers.rule_of(group) for group in self.optimizers.param_groups]
-        average = None if self.averaging is None else self.averaging.next_step
-        return Hyper(rules, self.optimizer_calls.snapshot(), factor / scale, average)
+        return Hyper(rules, self.optimizer_calls.snapshot(), factor / scale, self.averaging.next_step)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
@@ -312,14 +311,10 @@ class StepCycle:
         """
         self._refuse_half_loaded()
         if change:
-            self._refuse_exchanged(what)
+            self.averaging.refuse_exchanged(what)
         updates = (change and self.updates.early_hyper is not None) or self.updates.are_early
         if not self.state.in_backward and not self.torn and updates:
             raise UsageError(half_updated(what))
-
-    def _refuse_exchanged(self, what: str) -> None:
-        if self.averaging is not None:
-            self.averaging.refuse_exchanged(what)
 
     def _refuse_half_loaded(self) -> None:
         if self.state.damage is Damage.RECORDS:
