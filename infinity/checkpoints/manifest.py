@@ -30,7 +30,8 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 # 4096, and readers check these zeros. Segments of a trainable record, in order:
 #   weight, in the dtype of the parameters;   residual (int16) for bf16, or master (fp32) for fp16;
 #   the moments, in moments_dtype for bf16 and in fp32 for other dtypes. An 8-bit moment is two segments, uint8 each: codes, and one scale
-#   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says;   the average of the weights (fp32), if there is one.
+#   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says. A moment "name/n" has one fp32 value for n elements;
+#   the average of the weights (fp32), if there is one.
 # A frozen record has only the weight. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 """
 

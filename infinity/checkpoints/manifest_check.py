@@ -381,6 +381,9 @@ class _Checked:
         return tuple(found)
 
 
+_BLOCKS = ("2", "4", "8", "16", "32", "64", "128")  # elements that share a value of a moment
+
+
 def _averaged(entry: dict, version: int, name: str) -> int:
     """The number of steps in the average of a parameter."""
     if version < AVERAGED or not entry["trainable"]:
@@ -390,7 +393,9 @@ def _averaged(entry: dict, version: int, name: str) -> int:
 
 def _moments(value, what: str) -> tuple[str, ...]:
     moments = tuple(as_text(name, what) for name in as_list(value, what, 64))
-    if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
+    parts = [moment.partition("/") for moment in moments]
+    wrong = [name for name, slash, block in parts if not name.isidentifier() or (slash and block not in _BLOCKS)]
+    if wrong or len({name for name, *_ in parts}) < len(parts):
         raise CheckpointError(f"{what}: {short(moments)}: expected different names")
     return moments
 

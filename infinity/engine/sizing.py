@@ -20,7 +20,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.formats.assignment import ParameterDtypes
 from infinity.formats.format import Format
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
-from infinity.optim.rules import AdamRule, Rule, unit_shape
+from infinity.optim.rules import AdamRule, Rule, planned_moments, unit_shape
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import Way
@@ -67,8 +67,9 @@ class Training:
         """Whether records, gradients and the time of updates are those of another training. params: of the model."""
         if (self.deferred, self.accumulating) != (other.deferred, other.accumulating):
             return False
-        pairs = ((self.rule_of(param), other.rule_of(param)) for param in params if param.requires_grad)
-        return all((here.moments, here.unit) == (there.moments, there.unit) for here, there in pairs)
+        trained = [param for param in params if param.requires_grad]
+        here, there = ([(planned_moments(rule, p.shape), rule.unit) for p in trained for rule in [of.rule_of(p)]] for of in (self, other))
+        return here == there
 
     @property
     def can_advance(self) -> bool:
@@ -166,9 +167,9 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
     """Name, size and format of each parameter."""
 
     @functools.cache  # a model may have 100,000 parameters of few formats
-    def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
+    def format_of(dtype: str, trainable: bool, rule: Rule, moments: tuple[str, ...]) -> Format:
         options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating, "averaged": training.averages}
-        format = Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
+        format = Format(dtype, trainable, moments, unit=rule.unit, **options)
         if format.has_coded_moments and not rule.allows_eight_bit:
             raise ConfigError(
                 f"optimizer_state_dtype='8bit' with {type(rule).__name__}: set allows_eight_bit = True in this class if an update divides by no "
@@ -180,7 +181,8 @@ def _specs(named: Named, config: Config, training: Training) -> list[ParameterSp
     for (name, param), dtype in pairs:
         rule = training.rule_of(param)
         unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1
-        found.append(ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad, rule), unit_numel))
+        format = format_of(dtype, param.requires_grad, rule, planned_moments(rule, param.shape))
+        found.append(ParameterSpec(name, param.numel(), format, unit_numel))
     return found
 
 

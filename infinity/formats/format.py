@@ -16,7 +16,7 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp32       fp32          weight fp32                 -
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #
-# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A frozen parameter has only the segments of the weight. A bf16
+# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A moment "name/n" has one fp32 value for n elements. A frozen parameter has only the segments of the weight. A bf16
 # weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`. The last segment is the average of the weight,
 # in fp32 for every storage, if the program keeps one (infinity.EMA).
 
@@ -119,7 +119,7 @@ def trainable_names() -> tuple[str, ...]:
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
+    name: of the storage. moments: names of the optimizer's states, with "/n" for one value for n elements. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
     only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit:
     the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter. averaged: the record has
     the average of the weights over the steps.
@@ -165,10 +165,15 @@ class Format:
     @functools.cached_property
     def moment_segments(self) -> tuple[Segment, ...]:
         """The segments of the optimizer's states."""
-        if not self.has_coded_moments:
-            return tuple(Segment(name, self.moments_dtype) for name in self.moments)
-        pairs = ((Segment(name, "uint8"), Segment(scale_name(name), "uint8", SCALE_BLOCK)) for name in self.moments)
-        return tuple(segment for pair in pairs for segment in pair)
+        return tuple(segment for moment in self.moments for segment in self._segments_of(moment))
+
+    def _segments_of(self, moment: str) -> tuple[Segment, ...]:
+        name, _, block = moment.partition("/")
+        if block:
+            return (Segment(name, "fp32", int(block)),)
+        if self.has_coded_moments:
+            return Segment(name, "uint8"), Segment(scale_name(name), "uint8", SCALE_BLOCK)
+        return (Segment(name, self.moments_dtype),)
 
     @property
     def has_coded_moments(self) -> bool:

@@ -66,21 +66,24 @@ class Shard(dict):
             self.codec.store(self, masters, dither.of_pair(WEIGHT_PAIR).bits(masters.numel(), masters.device) & 0xFFFF)
         else:
             self.codec.store(self, masters)
-        for index, (name, value) in enumerate(moments.items()):
-            if self.format.rounds_moments and index % 2 == 0:  # 32 bits serve two moments
-                random = dither.of_pair(index // 2).bits(value.numel(), value.device)
-            self.store_moment(name, value, random >> 16 * (index % 2) & 0xFFFF if self.format.rounds_moments else None)
+        rounded = [name for name in moments if self.format.rounds_moments and self[name].dtype is not torch.float32]
+        for index, name in enumerate(rounded):
+            if index % 2 == 0:  # 32 bits serve two moments
+                random = dither.of_pair(index // 2).bits(moments[name].numel(), moments[name].device)
+            self.store_moment(name, moments[name], random >> 16 * (index % 2) & 0xFFFF)
+        for name in moments.keys() - set(rounded):
+            self.store_moment(name, moments[name])
 
     def moment(self, name: str) -> torch.Tensor:
         """fp32 [numel]: a moment. It may be the segment itself."""
-        if self.format.has_coded_moments:
+        if scale_name(name) in self:
             return eight_bit.decoded(self[name], self[scale_name(name)], signed=eight_bit.is_signed(name))
         return self[name].float()
 
     def store_moment(self, name: str, values: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """fp32 [numel] becomes a moment. random: int64 [numel], 16 bits that round each value; None rounds to the nearest."""
         segment = self[name]
-        if self.format.has_coded_moments:
+        if scale_name(name) in self:
             half = torch.full_like(values, 1 << 15, dtype=torch.int64) if random is None else random
             eight_bit.encode(values, half, segment, self[scale_name(name)], signed=eight_bit.is_signed(name))
         elif random is not None:
