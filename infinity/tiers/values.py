@@ -6,7 +6,7 @@ Knows segments of records in host or device memory. Must not know the time of a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -24,6 +24,9 @@ from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.record_mover import RecordMover, segments
 from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
+
+
+Change = Callable[[torch.Tensor, dict[str, torch.Tensor]], object]
 
 
 class Values:
@@ -92,6 +95,20 @@ class Values:
                 part = value[piece.param_start : piece.param_start + piece.numel]
                 there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
                 there.copy_(codec_of(chunk.record.format).rounded(part))
+
+    @torch.no_grad()
+    def change_masters(self, chunk: ChunkState, params: set[int], change: Change) -> None:
+        """Call change(master, moments) for the elements of some parameters in a chunk; see `Optimizer.change_weights`. params: by index. The
+        device copy is stale, or the record is on the device."""
+        with self.shard(chunk, change=True) as shard:
+            for piece in chunk.pieces:
+                if piece.param in params:
+                    part = shard.part(piece.start, piece.start + piece.numel)
+                    segments = part.format.moment_segments
+                    masters = part.masters().clone()
+                    change(masters, {each.name: part.moment(each.name) for each in segments if each.name not in map(scale_name, part.format.moments)})
+                    part.put(masters)
+        self.updater.take_snapshot(chunk)
 
     def read_average(self, state: ParameterState, step: AverageStep) -> torch.Tensor:
         """The average of a parameter after the last step: fp32, in its shape, on the CPU. Without an average, the weight in fp32."""

@@ -18,7 +18,6 @@ from torch import nn
 
 from infinity.engine.engines import engine_of
 from infinity.errors import ConfigError, UsageError
-from infinity.model.autograd_state import autograd_runs
 from infinity.system.interrupts import uninterrupted
 
 
@@ -84,13 +83,7 @@ class EMA:
         engine.lifecycle.check_access(what)
         self._averaging.refuse_exchanged(what)
         engine.start()
-        cycle = engine.cycle
-        cycle.raise_failure()
-        cycle.check_gradients()
-        cycle.refuse_half_updated(what, change=True)
-        if cycle.state.num_backwards or cycle.state.in_backward or cycle.optimizer_calls.wait:
-            raise UsageError(f"{what} between backward() and step(): call it after step()")
-        engine.calls.refuse_running(what)
+        engine.cycle.refuse_between_passes(what)
 
     @uninterrupted
     @torch.no_grad()
@@ -112,14 +105,8 @@ class EMA:
             self._averaging.exchange()
 
     def _exchange_in(self, chunk) -> None:
-        engine = self._engine
-        if not engine.calls.frames and not autograd_runs():
-            engine.calls.release_escaped()
-        if engine.weights.is_held(chunk.span):
-            raise UsageError(f"the weights of {chunk.title} are in use, by a running module or infinity.gathered. End that before ema.weights()")
-        engine.updater.finish(chunk)
-        engine.cycle.updates.make_stale(chunk)
-        engine.values.exchange_average(chunk)
+        self._engine.parameter_values.make_way_for_change(chunk, "ema.weights()")
+        self._engine.values.exchange_average(chunk)
 
 
 def settle(engine) -> None:

@@ -19,6 +19,7 @@ from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
 from infinity.tiers.span_state import SpanState
+from infinity.tiers.values import Change
 
 
 class InitialValues:
@@ -167,6 +168,27 @@ class ParameterValues:
             if not chunk.weights_home.is_device and not chunk.on_device:
                 self.cycle.updates.make_stale(chunk)
         note_change(state)
+
+    @uninterrupted
+    def change_weights(self, params: Iterable[torch.Tensor], change: Change) -> None:
+        """Call change(weight, moments) for the elements of these parameters, wherever they are; see `Optimizer.change_weights`."""
+        what = "change_weights()"
+        self._lifecycle.check_access(what)
+        self.cycle.refuse_between_passes(what)
+        found = {state.index for param in params if (state := self.registry.find(param)) is not None and state.trainable}
+        for chunk in self.registry.chunks:
+            if found & chunk.whole_pieces.keys():
+                self.make_way_for_change(chunk, what)
+                self.values.change_masters(chunk, found, change)
+
+    def make_way_for_change(self, chunk, what: str) -> None:
+        """Finish the update of a chunk whose weights are about to change, and invalidate the device copy."""
+        if not self.calls.frames and not autograd_runs():
+            self.calls.release_escaped()
+        if self.weights.is_held(chunk.span):
+            raise UsageError(f"{what} while weights of {chunk.title} are in use, by a running module or infinity.gathered. End that before")
+        self.values.updater.finish(chunk)
+        self.cycle.updates.make_stale(chunk)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):
