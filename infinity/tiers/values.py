@@ -100,7 +100,7 @@ class Values:
     def change_masters(self, chunk: ChunkState, params: set[int], change: Change) -> None:
         """Call change(master, moments) for the elements of some parameters in a chunk; see `Optimizer.change_weights`. params: by index. The
         device copy is stale, or the record is on the device."""
-        with self.shard(chunk, change=True) as shard:
+        with self._shard_without_copy(chunk) as shard:
             for piece in chunk.pieces:
                 if piece.param in params:
                     part = shard.part(piece.start, piece.start + piece.numel)
@@ -129,9 +129,17 @@ class Values:
 
     def exchange_average(self, chunk: ChunkState) -> None:
         """Weights and average of a chunk change places. The device copy is stale, or the record is on the device."""
-        with self.shard(chunk, change=True) as shard:
+        with self._shard_without_copy(chunk) as shard:
             average.exchange(shard)
         self.updater.take_snapshot(chunk)
+
+    @contextlib.contextmanager
+    def _shard_without_copy(self, chunk: ChunkState):
+        """Like `shard` with change=True, after the last copy to the device: ops that were launched before may still wait for this copy."""
+        if chunk.copy_job is not None and (event := chunk.copy_job.wait()) is not None:
+            event.synchronize()
+        with self.shard(chunk, change=True) as shard:
+            yield shard
 
     def keep_written(self, span: SpanState) -> None:
         """Adopt the values that forward passes wrote to parameters of a HOME span."""
