@@ -96,7 +96,6 @@ class Values:
                 there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
                 there.copy_(codec_of(chunk.record.format).rounded(part))
 
-    @torch.no_grad()
     def change_masters(self, chunk: ChunkState, params: set[int], change: Change) -> None:
         """Call change(master, moments) for the elements of some parameters in a chunk; see `Optimizer.change_weights`. params: by index. The
         device copy is stale, or the record is on the device."""

@@ -80,10 +80,9 @@ class EMA:
     def _prepare(self, what: str) -> None:
         """Start the engine. Raise UsageError if the average cannot be read or exchanged now."""
         engine = self._engine
-        engine.lifecycle.check_access(what)
         self._averaging.refuse_exchanged(what)
         engine.start()
-        engine.cycle.refuse_between_passes(what)
+        engine.lifecycle.check_between_steps(what)
 
     @uninterrupted
     @torch.no_grad()

@@ -170,11 +170,11 @@ class ParameterValues:
         note_change(state)
 
     @uninterrupted
+    @torch.no_grad()
     def change_weights(self, params: Iterable[torch.Tensor], change: Change) -> None:
         """Call change(weight, moments) for the elements of these parameters, wherever they are; see `Optimizer.change_weights`."""
         what = "change_weights()"
-        self._lifecycle.check_access(what)
-        self.cycle.refuse_between_passes(what)
+        self._lifecycle.check_between_steps(what)
         found = {state.index for param in params if (state := self.registry.find(param)) is not None and state.trainable}
         for chunk in self.registry.chunks:
             if found & chunk.whole_pieces.keys():

@@ -316,15 +316,6 @@ class StepCycle:
         if not self.state.in_backward and not self.torn and updates:
             raise UsageError(half_updated(what))
 
-    def refuse_between_passes(self, what: str) -> None:
-        """Raise UsageError unless weights may change now: between two steps, outside of the model's modules."""
-        self.raise_failure()
-        self.check_gradients()
-        self.refuse_half_updated(what, change=True)
-        if self.state.num_backwards or self.state.in_backward or self.optimizer_calls.wait:
-            raise UsageError(f"{what} between backward() and step(): call it after step()")
-        self.calls.refuse_running(what)
-
     def _refuse_half_loaded(self) -> None:
         if self.state.damage is Damage.RECORDS:
             raise UsageError(HALF_LOADED)
