@@ -7,6 +7,7 @@ from infinity.checkpoints.load import Loaded, load
 from infinity.checkpoints.load_safetensors import load_safetensors
 from infinity.checkpoints.save import Saving, save
 from infinity.config import Config
+from infinity.engine.access.average import EMA
 from infinity.engine.construction import init
 from infinity.engine.description import Description, describe
 from infinity.engine.engine import Engine
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Description",
+    "EMA",
     "Engine",
     "Lion",
     "Loaded",

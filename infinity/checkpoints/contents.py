@@ -34,7 +34,8 @@ def parameters_of(state: TrainingState) -> tuple[list[Parameter], dict[str, str]
         format = state.layout.specs[info.index].format
         own_dtype = format.name if format.name != state.layout.main_storage else None
         own_moments = format.moments if info.trainable and format.moments != state.moments else None
-        found.append(Parameter(info.name, tuple(info.shape), info.trainable, info.group, whole=whole, dtype=own_dtype, moments=own_moments))
+        own = {"dtype": own_dtype, "moments": own_moments, "averaged": state.averaging.num_steps if format.averaged else None}
+        found.append(Parameter(info.name, tuple(info.shape), info.trainable, info.group, whole=whole, **own))
         names[id(info.param)] = info.name
     everything = state.model.named_parameters(remove_duplicate=False)
     aliases = {name: names[id(param)] for name, param in everything if id(param) in names and param not in places}

@@ -101,8 +101,13 @@ def moments_of(state: TrainingState, whole: WholeParameter) -> dict[str, str]:
 
 
 def moment_names(rule: Rule) -> dict[str, str]:
-    """Map each moment of a rule to its name in torch.optim. A rule that torch.optim lacks keeps its own names."""
+    """Map each moment of a rule to its name in torch.optim. A rule that torch.optim lacks keeps its own names.
+
+    Raises CheckpointError for a rule whose moments have other shapes than the parameter.
+    """
     known = {}
+    if type(rule).moment_shapes is not Rule.moment_shapes:
+        raise CheckpointError(f"{type(rule).__name__} has moments of other shapes than the parameters: use infinity.save and infinity.load")
     if isinstance(rule, AdamRule):
         known = {"momentum": "exp_avg", "variance": "exp_avg_sq"}
     elif isinstance(rule, (SGDRule, LionRule, MuonRule)):

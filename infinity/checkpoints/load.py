@@ -141,8 +141,11 @@ class _Load:
                     self._put_together(chunk, shard)
                 self._note(chunk)
         self.state.finish_writes()
+        num_averaged = self.manifest.num_averaged if self.with_states else 0
         for index, sources in enumerate(self._sources):
-            self.state.set_num_updates(index, self.manifest.parameters[sources[0][1]].step if self.with_states else 0)
+            step = self.manifest.parameters[sources[0][1]].step if self.with_states else 0
+            self.state.set_num_updates(index, step, num_averaged=num_averaged)
+        self.state.averaging.load(num_averaged)
         if self.with_states and self.state.seed is not None:
             self.state.seed = self.manifest.seed
         try:
@@ -313,8 +316,7 @@ class _Load:
     def _is_as_it_lies(self) -> bool:
         """Whether the checkpoint has each record of this rank in one piece, with the bytes in the same order."""
         state, manifest = self.state, self.manifest
-        here = [(c.partition, c.numel, c.trainable, c.pieces) for c in state.layout.chunks]
-        there = [(c.partition, c.numel, c.trainable, c.pieces) for c in manifest.chunks]
+        here, there = ([(c.partition, c.numel, c.trainable, c.pieces, c.format.averaged) for c in each.chunks] for each in (state.layout, manifest))
         same = all(sources == [(p.begin, i, p.numel)] for i, (p, sources) in enumerate(zip(self.parameters, self._sources)))
         return self.with_states and here == there and same  # _match_optimizer has checked that the moments are equal
 

@@ -7,13 +7,15 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 # folder are on the disk. A file that the manifest does not name is not part of the checkpoint. The manifest is a JSON object in ASCII, of
 # at most 128 MiB, with these keys in this order:
 #
-#   format, version   "infinity checkpoint"; 1, or 2 if any parameter has a dtype of its own, or 3 if any has moments of its own
+#   format, version   "infinity checkpoint"; 1, or 2 if any parameter has a dtype of its own, 3 if any has moments of its own, 4 if any has
+#                     an average
 #   folder            name of the folder with the files below
 #   step              of the optimizer: the largest `step` of all parameters
 #   world, dtype      number of ranks; dtype of the parameters, such as "bf16"
 #   moments_dtype, moments, seed      such as "fp32"; names of the moments; seed of stochastic rounding
 #   parameters        in registration order: name, shape, trainable, group (of the optimizer, or null), step (number of updates);
-#                     dtype, moments, if not those above; for a tile of a layer, whole: name and shape of the layer's parameter, begin of the tile
+#                     dtype, moments, if not those above; averaged: the number of steps in the average of the weights, if there is one;
+#                     for a tile of a layer, whole: name and shape of the layer's parameter, begin of the tile
 #   aliases           {other name of a tied parameter, or of a tiled layer's parameter: its name above}
 #   chunks            in order: numel, trainable, pieces [[parameter, start in the chunk, start in the parameter, numel], ...] and
 #                     records: for each rank [file, offset, CRC32C of each segment ...]
@@ -28,7 +30,8 @@ Knows names, sizes and JSON. Must not know engines, bytes of tensors, or how fil
 # 4096, and readers check these zeros. Segments of a trainable record, in order:
 #   weight, in the dtype of the parameters;   residual (int16) for bf16, or master (fp32) for fp16;
 #   the moments, in moments_dtype for bf16 and in fp32 for other dtypes. An 8-bit moment is two segments, uint8 each: codes, and one scale
-#   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says.
+#   for 128 elements, as [Note: 8-bit moments] in infinity/optim/eight_bit.py says. A moment "name/n" has one fp32 value for n elements;
+#   the average of the weights (fp32), if there is one.
 # A frozen record has only the weight: of a quantised one, the codes and the scales, as [Note: quantised weights] in
 # infinity/optim/block_codes.py says. fp32 bits of a bf16 weight's master: (weight bits << 16) + residual.
 """
@@ -52,7 +55,7 @@ from infinity.plan.packing import Chunk
 from infinity.plan.record import Record, record_layout
 
 FORMAT = "infinity checkpoint"
-VERSIONS = ONE_DTYPE, MIXED_DTYPES, MIXED_MOMENTS = 1, 2, 3
+VERSIONS = ONE_DTYPE, MIXED_DTYPES, MIXED_MOMENTS, AVERAGED = 1, 2, 3, 4
 NAME = "manifest.json"
 FOLDER_NAME = re.compile(r"data-[0-9a-f]{12}")
 FILE_NAME = re.compile(r"rank\d{1,6}-\d{1,6}\.records")
@@ -82,7 +85,8 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """group: index of the parameter group. step: number of updates. dtype, moments: None for those of the manifest."""
+    """group: index of the parameter group. step: number of updates. dtype, moments: None for those of the manifest. averaged: the number of
+    steps in the average of the weights; None without an average."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,6 +96,7 @@ class Parameter:
     whole: Whole | None = None
     dtype: str | None = None
     moments: tuple[str, ...] | None = None
+    averaged: int | None = None
 
     @property
     def numel(self) -> int:
@@ -186,7 +191,10 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Version of the format: the lowest that can say this. Version 2 adds parameters of different dtypes, version 3 of different moments."""
+        """Version of the format: the lowest that can say this. Version 2 adds parameters of different dtypes, version 3 of different moments,
+        version 4 averages."""
+        if any(parameter.averaged is not None for parameter in self.parameters):
+            return AVERAGED
         if any(parameter.moments is not None for parameter in self.parameters):
             return MIXED_MOMENTS
         return MIXED_DTYPES if any(parameter.dtype for parameter in self.parameters) else ONE_DTYPE
@@ -194,6 +202,11 @@ class Manifest:
     @property
     def step(self) -> int:
         return max((parameter.step for parameter in self.parameters), default=0)
+
+    @property
+    def num_averaged(self) -> int:
+        """Steps in the average of the weights; 0 unless all trained parameters have an average."""
+        return min((parameter.averaged or 0 for parameter in self.parameters if parameter.trainable), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +227,8 @@ class Manifest:
 
     def format_of(self, parameter: Parameter) -> Format:
         """The format of a parameter's record."""
-        return Format(self.dtype_of(parameter), parameter.trainable, self.moments_of(parameter), self.moments_dtype)
+        averaged = parameter.averaged is not None
+        return Format(self.dtype_of(parameter), parameter.trainable, self.moments_of(parameter), self.moments_dtype, averaged=averaged)
 
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`."""
@@ -242,4 +256,4 @@ class Manifest:
 
 def _parameter_to_json(parameter: Parameter) -> dict:
     found = dataclasses.asdict(parameter)
-    return {name: value for name, value in found.items() if value is not None or name not in ("whole", "dtype", "moments")}
+    return {name: value for name, value in found.items() if value is not None or name not in ("whole", "dtype", "moments", "averaged")}

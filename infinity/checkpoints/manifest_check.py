@@ -31,6 +31,7 @@ from infinity.checkpoints.json_text import (
 )
 from infinity.checkpoints.manifest import (
     ALIGNMENT,
+    AVERAGED,
     FILE_NAME,
     FOLDER_NAME,
     FORMAT,
@@ -91,7 +92,7 @@ class _Checked:
         self._values = Budget(_VALUES_NBYTES, "the values beside the weights", "pass long lists in extra= as tensors or arrays")
         self._numbers: dict[int, int] = {}  # equal numbers share one object, to save memory
         self._names_of_moments: dict[tuple[str, ...], tuple[str, ...]] = {}  # so do equal names
-        self._formats: dict[tuple[str, bool, tuple[str, ...]], Format] = {}
+        self._formats: dict[tuple[str, bool, tuple[str, ...], bool], Format] = {}
 
     def manifest(self) -> Manifest:
         """Read the keys in the order of the note. All keys must be present; further keys after them are ignored."""
@@ -185,7 +186,8 @@ class _Checked:
             group = entry["group"] if entry["group"] is None else as_number(entry["group"], "a parameter's group", 0, 1 << 32)
             trainable, step = as_flag(entry["trainable"], name), self._same(as_number(entry["step"], "a parameter's step"))
             dtype, moments = self._own_dtype(entry, name, trainable), self._own_moments(entry, name)
-            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments))
+            averaged = _averaged(entry, self.version, name) if "averaged" in entry else None
+            found.append(Parameter(name, shape, trainable, group, step, whole, dtype, moments, averaged))
         return tuple(found)
 
     def _own_dtype(self, entry: dict, name: str, trainable: bool) -> str | None:
@@ -210,9 +212,9 @@ class _Checked:
         """The format of a parameter. Equal formats are one object."""
         parameter = self.parameters[param]
         moments = self.moments if parameter.moments is None else parameter.moments
-        key = parameter.dtype or self.dtype, parameter.trainable, moments
+        key = parameter.dtype or self.dtype, parameter.trainable, moments, parameter.averaged is not None
         if key not in self._formats:
-            self._formats[key] = Format(*key, self.moments_dtype)
+            self._formats[key] = Format(*key[:3], self.moments_dtype, averaged=key[3])
         return self._formats[key]
 
     def _aliases(self) -> dict[str, str]:
@@ -379,9 +381,21 @@ class _Checked:
         return tuple(found)
 
 
+_BLOCKS = ("2", "4", "8", "16", "32", "64", "128")  # elements that share a value of a moment
+
+
+def _averaged(entry: dict, version: int, name: str) -> int:
+    """The number of steps in the average of a parameter."""
+    if version < AVERAGED or not entry["trainable"]:
+        raise CheckpointError(f"parameter {short(name)} has an average: it is frozen, or format version {version} does not allow averages")
+    return as_number(entry["averaged"], f"averaged of {short(name)}")
+
+
 def _moments(value, what: str) -> tuple[str, ...]:
     moments = tuple(as_text(name, what) for name in as_list(value, what, 64))
-    if len(set(moments)) < len(moments) or any(not name.isidentifier() for name in moments):
+    parts = [moment.partition("/") for moment in moments]
+    wrong = [name for name, slash, block in parts if not name.isidentifier() or (slash and block not in _BLOCKS)]
+    if wrong or len({name for name, *_ in parts}) < len(parts):
         raise CheckpointError(f"{what}: {short(moments)}: expected different names")
     return moments
 

@@ -22,7 +22,7 @@ from torch import nn
 from infinity.engine.engines import engine_of
 from infinity.engine.sizing import records_may_visit
 from infinity.errors import UsageError
-from infinity.formats.format import Format
+from infinity.formats.format import Format, scale_name
 from infinity.model.tiled_layers import Tiled
 from infinity.output import say, table
 from infinity.plan import placement as planner
@@ -210,8 +210,10 @@ def description_of(engine) -> Description:
 
 def _stored(format: Format) -> dict[str, str]:
     """The dtype of each state of a parameter, by name."""
-    weights = {segment.name: segment.dtype for segment in format.segments if segment not in format.moment_segments}
-    return weights | dict.fromkeys(format.moments, format.moments_dtype)
+    scales = set(map(scale_name, format.moments)) if format.has_coded_moments else set()
+    coded = dict.fromkeys(format.moments, format.moments_dtype) if scales else {}
+    weights = [segment for segment in format.segments if segment not in format.moment_segments]
+    return {segment.name: coded.get(segment.name, segment.dtype) for segment in (*weights, *format.moment_segments) if segment.name not in scales}
 
 
 def _quantised(layout: Layout) -> dict[str, int]:

@@ -29,6 +29,7 @@ from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers, refuse_wrappers, watch_replicas
 from infinity.engine.sizing import Training
 from infinity.engine.stats import EngineStats, stats_of
+from infinity.engine.steps.averaging import Averaging
 from infinity.engine.steps.joined_optimizers import JoinedOptimizers
 from infinity.engine.steps.optimizer_calls import step_of, zero_grad_of
 from infinity.engine.steps.step_cycle import StepCycle
@@ -86,7 +87,7 @@ class Engine(NotAModule, NotCopied):
         self.events = Events(tracing=config.trace)
         if config.trace:
             self.events.timeline = timeline_of(self.device, self.events)
-        self.optimizers = JoinedOptimizers()
+        self.optimizers, self.averaging = JoinedOptimizers(), Averaging()
         self._model = weakref.ref(model)
         self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
@@ -318,8 +319,8 @@ class Engine(NotAModule, NotCopied):
         part_versions([param for _, param in self._named])
         for module in find_compiled(model):
             note_region(module)
-        training = Training.of(self.optimizers, self.config, scales_loss=self.dtypes.needs_loss_scale)
-        self.training = training
+        scales_loss, averages = self.dtypes.needs_loss_scale, self.averaging.is_kept
+        self.training = training = Training.of(self.optimizers, self.config, scales_loss=scales_loss, averages=averages)
         parts = self.parts = assemble(model, self._named, self.config, self.device, self.ranks, self.events, training)
         self.layout, self.placement = parts.layout, parts.placement
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
@@ -330,7 +331,7 @@ class Engine(NotAModule, NotCopied):
         try:
             bound_nbytes = None if self.config.device_memory == "auto" else self.config.device_memory
             self.device_budget = DeviceBudget(self.weights, self.gradients, self.placement, gauge_of(self.device), bound_nbytes=bound_nbytes)
-            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn)
+            self.cycle = StepCycle(self.config, self.ranks, self.events, parts, self.device_budget, self.turn, self.averaging)
             self.follower, self.calls = self.cycle.follower, self.cycle.calls
             self.ranks.listen(parts.give_up)
             if self.optimizers:

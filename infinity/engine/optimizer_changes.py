@@ -59,7 +59,7 @@ def _take(engine, optimizers: JoinedOptimizers) -> None:
     try:
         optimizers.check_options()
         scales_loss = engine.dtypes.needs_loss_scale
-        training = Training.of(optimizers, engine.config, scales_loss=scales_loss)
+        training = Training.of(optimizers, engine.config, scales_loss=scales_loss, averages=engine.averaging.is_kept)
         if had_started and not training.has_the_records_of(engine.training, (state.param for state in engine.registry.params)):
             raise UsageError(planned_otherwise(before.made_at if before else None))
         if optimizers.loss_scale is not None and not scales_loss:

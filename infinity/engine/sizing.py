@@ -21,7 +21,7 @@ from infinity.formats.assignment import ParameterDtypes
 from infinity.formats.format import STORAGES, Format
 from infinity.model.hidden_matrices import hidden_matrices
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
-from infinity.optim.rules import AdamRule, Rule, unit_shape
+from infinity.optim.rules import AdamRule, Rule, planned_moments, unit_shape
 from infinity.plan import chunk_size, compression
 from infinity.plan import placement as planner
 from infinity.plan.chunk_size import Way
@@ -51,12 +51,14 @@ _ADAMW = AdamRule(decoupled=True)
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Properties of a training that determine records and gradients. rules: the rule of each parameter, by its id; `rule` is that of all
-    others. deferred: updates wait for step(). accumulating: gradients of several backward passes add up."""
+    others. deferred: updates wait for step(). accumulating: gradients of several backward passes add up. averages: records have the average of
+    the weights."""
 
     deferred: bool
     accumulating: bool
     rule: Rule = _ADAMW
     rules: Mapping[int, Rule] = dataclasses.field(default_factory=dict)
+    averages: bool = False
 
     def rule_of(self, param: nn.Parameter) -> Rule:
         """The rule of a parameter. One that no optimizer has needs no whole units."""
@@ -66,8 +68,9 @@ class Training:
         """Whether records, gradients and the time of updates are those of another training. params: of the model."""
         if (self.deferred, self.accumulating) != (other.deferred, other.accumulating):
             return False
-        pairs = ((self.rule_of(param), other.rule_of(param)) for param in params if param.requires_grad)
-        return all((here.moments, here.unit) == (there.moments, there.unit) for here, there in pairs)
+        trained = [param for param in params if param.requires_grad]
+        here, there = ([(planned_moments(rule, p.shape), rule.unit) for p in trained for rule in [of.rule_of(p)]] for of in (self, other))
+        return here == there
 
     @property
     def can_advance(self) -> bool:
@@ -75,13 +78,14 @@ class Training:
         return all(rule.can_advance for rule in {self.rule, *self.rules.values()} if rule.unit == "element")
 
     @classmethod
-    def of(cls, optimizer, config: Config, *, scales_loss: bool) -> Training:
+    def of(cls, optimizer, config: Config, *, scales_loss: bool, averages: bool = False) -> Training:
         """The properties for an optimizer or for joined ones; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
         deferred = is_deferred(optimizer, config, scales_loss=scales_loss)
         if not optimizer:
-            return cls(deferred=deferred, accumulating=False)
+            return cls(deferred=deferred, accumulating=False, averages=averages)
         rules = {id(param): rule for group in optimizer.param_groups for rule in [optimizer.rule_of(group)] for param in group["params"]}
-        return cls(deferred=deferred, accumulating=optimizer.accumulation_steps > 1, rule=optimizer.rule, rules=rules)
+        accumulating = optimizer.accumulation_steps > 1
+        return cls(deferred=deferred, accumulating=accumulating, rule=optimizer.rule, rules=rules, averages=averages)
 
 
 def is_deferred(optimizer, config: Config, *, scales_loss: bool) -> bool:
@@ -165,9 +169,9 @@ def _specs(model: nn.Module, named: Named, config: Config, training: Training) -
     matrices = {id(param) for param in hidden_matrices(model)} if config.frozen_dtype in STORAGES else ()
 
     @functools.cache  # a model may have 100,000 parameters of few formats
-    def format_of(dtype: str, trainable: bool, rule: Rule) -> Format:
-        options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating}
-        format = Format(dtype, trainable, rule.moments, unit=rule.unit, **options)
+    def format_of(dtype: str, trainable: bool, rule: Rule, moments: tuple[str, ...]) -> Format:
+        options = {"moments_dtype": config.optimizer_state_dtype, "accumulates": training.accumulating, "averaged": training.averages}
+        format = Format(dtype, trainable, moments, unit=rule.unit, **options)
         if format.has_coded_moments and not rule.allows_eight_bit:
             raise ConfigError(
                 f"optimizer_state_dtype='8bit' with {type(rule).__name__}: set allows_eight_bit = True in this class if an update divides by no "
@@ -180,7 +184,8 @@ def _specs(model: nn.Module, named: Named, config: Config, training: Training) -
     for (name, param), dtype in pairs:
         rule = training.rule_of(param)
         unit_numel = math.prod(unit_shape(rule.unit, param.shape)) if param.requires_grad else 1
-        found.append(ParameterSpec(name, param.numel(), format_of(dtype, param.requires_grad, rule), unit_numel))
+        format = format_of(dtype, param.requires_grad, rule, planned_moments(rule, param.shape))
+        found.append(ParameterSpec(name, param.numel(), format, unit_numel))
     used = {spec.format.name for spec in found}
     if config.frozen_dtype in STORAGES and config.frozen_dtype not in used:
         raise ConfigError(

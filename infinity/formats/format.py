@@ -17,8 +17,9 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #   nf4, ...   bf16          codes and scales, frozen only: [Note: quantised weights] in infinity/optim/block_codes.py
 #
-# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A frozen parameter has only the segments of the weight. A bf16
-# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`.
+# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A moment "name/n" has one fp32 value for n elements. A frozen parameter has only the segments of the weight. A bf16
+# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`. The last segment is the average of the weight,
+# in fp32 for every storage, if the program keeps one (infinity.EMA).
 
 from __future__ import annotations
 
@@ -42,6 +43,10 @@ MOMENTS_DTYPES = ("fp32", "bf16", EIGHT_BIT)
 
 SCALE_BLOCK = 128
 """Values of an 8-bit moment that share a scale."""
+
+
+AVERAGE = "average"
+"""The name of the segment with the average of the weights."""
 
 
 def scale_name(moment: str) -> str:
@@ -128,9 +133,10 @@ def trainable_names() -> tuple[str, ...]:
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    name: of the storage. moments: names of the optimizer's states. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
+    name: of the storage. moments: names of the optimizer's states, with "/n" for one value for n elements. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
     only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit:
-    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter.
+    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter. averaged: the record has
+    the average of the weights over the steps.
     """
 
     name: str
@@ -139,12 +145,14 @@ class Format:
     moments_dtype: str = "fp32"
     accumulates: bool = False
     unit: str = "element"
+    averaged: bool = False
 
     def __post_init__(self):
         if not self.trainable:
             object.__setattr__(self, "unit", "element")
             object.__setattr__(self, "moments", ())
             object.__setattr__(self, "accumulates", False)
+            object.__setattr__(self, "averaged", False)
         if not self.moments or self.name not in ("bf16", ROUNDED):
             object.__setattr__(self, "moments_dtype", "fp32")
 
@@ -164,16 +172,22 @@ class Format:
 
     @functools.cached_property
     def state_segments(self) -> tuple[Segment, ...]:
-        """The segments that only an update needs: the rest of the master, and the moments."""
-        return (*self.storage.master, *self.moment_segments) if self.trainable else ()
+        """The segments that only an update needs: the rest of the master, the moments, and the average."""
+        average = (Segment(AVERAGE, "fp32"),) if self.averaged else ()
+        return (*self.storage.master, *self.moment_segments, *average) if self.trainable else ()
 
     @functools.cached_property
     def moment_segments(self) -> tuple[Segment, ...]:
         """The segments of the optimizer's states."""
-        if not self.has_coded_moments:
-            return tuple(Segment(name, self.moments_dtype) for name in self.moments)
-        pairs = ((Segment(name, "uint8"), Segment(scale_name(name), "uint8", SCALE_BLOCK)) for name in self.moments)
-        return tuple(segment for pair in pairs for segment in pair)
+        return tuple(segment for moment in self.moments for segment in self._segments_of(moment))
+
+    def _segments_of(self, moment: str) -> tuple[Segment, ...]:
+        name, _, block = moment.partition("/")
+        if block:
+            return (Segment(name, "fp32", int(block)),)
+        if self.has_coded_moments:
+            return Segment(name, "uint8"), Segment(scale_name(name), "uint8", SCALE_BLOCK)
+        return (Segment(name, self.moments_dtype),)
 
     @property
     def has_coded_moments(self) -> bool:
@@ -238,8 +252,13 @@ class Format:
     @property
     def may_be_late(self) -> bool:
         """Whether a gradient can wait beside late moments: [Note: late moments] in tiers/late_moments.py. Such gradients are bf16."""
-        is_plain = not (self.is_coded or self.has_coded_moments) and self.unit == "element"
+        is_plain = not (self.is_coded or self.has_coded_moments or self.averaged) and self.unit == "element"
         return self.trainable and self.gradient == "bf16" and is_plain
+
+    @property
+    def changes_at_once(self) -> bool:
+        """Whether an update changes all segments of an element at once, and cannot leave the moments for later."""
+        return self.has_coded_moments or self.rounds_weights or self.averaged
 
     def __str__(self) -> str:
         return self.name if self.trainable else f"frozen {self.name}"

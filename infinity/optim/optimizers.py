@@ -120,6 +120,19 @@ class Optimizer(torch.optim.Optimizer):
         self._require_in_force("zero_grad()")
         self._engine.zero_grad(self)
 
+    def change_weights(self, change: Callable[[torch.Tensor, dict[str, torch.Tensor], dict], object]) -> None:
+        """Call change(p, moments, hyper) once for all elements of this optimizer's parameters, wherever they are. It changes p in place.
+
+        p: some elements of a parameter in fp32, 1-D. moments: of the same elements, which keep their values. hyper: of the group. For an
+        optimizer whose weights in evaluation follow from weights and moments, as in schedule-free methods. Each record is read and written
+        once, as by a step. All ranks must make this call. Raises UsageError between backward() and step(), and while a module runs.
+        """
+        self._require_in_force("change_weights()")
+        self._engine.start()
+        self._saved = None
+        for group, hyper in zip(self.param_groups, self.snapshot()):
+            self._engine.parameter_values.change_weights(group["params"], lambda p, moments, hyper=hyper: change(p, moments, hyper))
+
     def _require_in_force(self, what: str) -> None:
         """Raise UsageError if the engine has another optimizer now."""
         if self._replaced_by is not None:

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from infinity.formats.format import ADAM_MOMENTS, Format, scale_name
+from infinity.errors import ConfigError
+from infinity.formats.format import ADAM_MOMENTS, SCALE_BLOCK, Format, scale_name
 from infinity.optim.adam import AdamScalars, Dither, adam_moments, adam_step
 from infinity.optim.shard import Shard
 
@@ -41,6 +42,20 @@ def unit_shape(unit: str, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of one unit of a parameter with this shape; () for elements. A parameter of more than two dimensions is a stack of matrices,
     which are its last two dimensions."""
     return () if unit == "element" else tuple(shape[-2:] if unit == "matrix" else shape)
+
+
+def planned_moments(rule: Rule, shape: Sequence[int]) -> tuple[str, ...]:
+    """The moments of a parameter with this shape, as of `Format.moments`. A moment with fewer values than elements has one value for 2, 4, ...
+    or 128 elements, whichever is enough. Raises ConfigError for a moment with more values than the unit has elements."""
+    if type(rule).moment_shapes is Rule.moment_shapes:
+        return rule.moments
+    unit, found = unit_shape(rule.unit, shape), []
+    for name, of_moment in rule.moment_shapes(unit).items():
+        if math.prod(of_moment) > math.prod(unit):
+            raise ConfigError(f"{type(rule).__name__}.moment_shapes: {name} of shape {of_moment} has more values than a unit of shape {unit}")
+        block = min(SCALE_BLOCK, 1 << (math.prod(unit) // max(math.prod(of_moment), 1)).bit_length() - 1)
+        found.append(name if block == 1 else f"{name}/{block}")
+    return tuple(found)
 
 
 class Rule:
@@ -64,11 +79,18 @@ class Rule:
         """The factors of `update`, computed once per group and step. step counts from 1."""
         return group
 
+    def moment_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The moments of a unit of this shape, and the shape of each. By default all `moments` have the shape of the unit. A rule with another
+        unit than "element" may have smaller moments, as a row and a column of a matrix, or leave moments out. These are stored in fp32.
+        """
+        return dict.fromkeys(self.moments, shape)
+
     def update(self, p: torch.Tensor, g: torch.Tensor, moments: dict[str, torch.Tensor], scalars: Any) -> None:
         """Change p and the moments in place. All are fp32; g may be overwritten.
 
         If the unit is "element", all are 1-D of any length. Use one torch operation per rounding then (no addcmul_, lerp_ or alpha=), and read
-        no neighbouring element. Otherwise all have the shape of one matrix, or of the parameter. A vector is a unit of its own shape.
+        no neighbouring element. Otherwise all have the shape of one matrix, or of the parameter. A vector is a unit of its own shape. Moments
+        have the shapes of `moment_shapes`.
         """
         raise NotImplementedError
 
@@ -116,13 +138,16 @@ class Rule:
     def _apply_block(self, part, grad, scalars, grad_scale, dither, begin, shape) -> None:
         p = part.masters(threads=1)
         g = grad.float() * grad_scale
-        moments = {name: part.moment(name) for name in self.moments}
+        shapes = self.moment_shapes(shape)
+        moments = {name: part.moment(name) for name in shapes}
         if self.unit == "element":
             self.update(p, g, moments, scalars)
         else:
-            views = {name: moment.view(-1, *shape) for name, moment in moments.items()}
+            rooms = {segment.name: math.prod(shape) // segment.block for segment in part.format.moment_segments}  # values of one unit
             for index, (weight, gradient) in enumerate(zip(p.view(-1, *shape), g.view(-1, *shape))):  # several only for a stack of matrices
-                self.update(weight, gradient, {name: view[index] for name, view in views.items()}, scalars)
+                places = {name: index * rooms[name] for name in shapes}
+                views = {name: moments[name][at : at + math.prod(shapes[name])].view(shapes[name]) for name, at in places.items()}
+                self.update(weight, gradient, views, scalars)
         for tensor in (p, *moments.values()):
             tensor.masked_fill_(tensor.isnan(), math.nan)  # one NaN for every operation
         part.store(p, moments, None if dither is None else dither.after(begin))
@@ -272,8 +297,9 @@ def check_rule(rule: Rule, group: dict) -> None:
     start = torch.randn(512, generator=generator, **usual)
     found = []
     for parts in ([slice(0, 512)], [slice(0, 100), slice(100, 511), slice(511, 512)] if is_elementwise else [slice(0, 512)]):
-        segments = {"weight": start.clone()} | {name: torch.zeros(512, **usual) for name in rule.moments}
-        shard = Shard(Format("fp32", moments=rule.moments), segments)
+        format = Format("fp32", moments=planned_moments(rule, shape))
+        segments = {"weight": start.clone()} | {each.name: torch.zeros(each.count(512), **usual) for each in format.moment_segments}
+        shard = Shard(format, segments)
         for step, grad in enumerate(grads, start=1):
             for part in parts:
                 of_part = shard.part(part.start, part.stop)
@@ -288,7 +314,7 @@ def check_rule(rule: Rule, group: dict) -> None:
             f"{type(rule).__name__} is not elementwise: the update of an element depends on other elements. If an update reads the whole "
             f"matrix, as in Muon, set unit = 'matrix' in the class. If it reads the whole parameter, as in LAMB, set unit = 'parameter'."
         )
-    if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(whole[name].any() for name in rule.moments):
+    if group.get("lr", 1) and torch.equal(whole["weight"], start) and not any(moment.any() for name, moment in whole.items() if name != "weight"):
         raise ValueError(f"{type(rule).__name__}.update changes neither p nor a moment. Change them in place (p -= ...)")
 
 

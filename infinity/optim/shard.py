@@ -13,6 +13,7 @@ Knows formats and flat tensors. Must not know chunks, ranks, tiers or the engine
 #   rounded  values -> weight on the device              loaded values of a chunk whose other shards lie on other ranks
 #   adopt    the program has changed weights in place    the rest of the master follows
 #   decode   segments -> weight on the device            each copy to the device, of a coded storage only
+#   exchange weights and average change places           infinity.EMA; a second call restores all bits
 #
 # The bits of `masters` after `store` are those that were stored. That is what makes an update independent of the tier.
 
@@ -22,7 +23,7 @@ import torch
 
 from infinity.config import CHOICES
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import ROUNDED, STORAGES, Format, Storage, scale_name
+from infinity.formats.format import AVERAGE, ROUNDED, STORAGES, Format, Storage, scale_name
 from infinity.optim import eight_bit
 from infinity.optim.adam import WEIGHT_PAIR, Dither, join_master, split_master, store_dithered
 from infinity.optim.block_codes import CODES, BlockCode
@@ -67,21 +68,24 @@ class Shard(dict):
             self.codec.store(self, masters, dither.of_pair(WEIGHT_PAIR).bits(masters.numel(), masters.device) & 0xFFFF)
         else:
             self.codec.store(self, masters)
-        for index, (name, value) in enumerate(moments.items()):
-            if self.format.rounds_moments and index % 2 == 0:  # 32 bits serve two moments
-                random = dither.of_pair(index // 2).bits(value.numel(), value.device)
-            self.store_moment(name, value, random >> 16 * (index % 2) & 0xFFFF if self.format.rounds_moments else None)
+        rounded = [name for name in moments if self.format.rounds_moments and self[name].dtype is not torch.float32]
+        for index, name in enumerate(rounded):
+            if index % 2 == 0:  # 32 bits serve two moments
+                random = dither.of_pair(index // 2).bits(moments[name].numel(), moments[name].device)
+            self.store_moment(name, moments[name], random >> 16 * (index % 2) & 0xFFFF)
+        for name in moments.keys() - set(rounded):
+            self.store_moment(name, moments[name])
 
     def moment(self, name: str) -> torch.Tensor:
         """fp32 [numel]: a moment. It may be the segment itself."""
-        if self.format.has_coded_moments:
+        if scale_name(name) in self:
             return eight_bit.decoded(self[name], self[scale_name(name)], signed=eight_bit.is_signed(name))
         return self[name].float()
 
     def store_moment(self, name: str, values: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """fp32 [numel] becomes a moment. random: int64 [numel], 16 bits that round each value; None rounds to the nearest."""
         segment = self[name]
-        if self.format.has_coded_moments:
+        if scale_name(name) in self:
             half = torch.full_like(values, 1 << 15, dtype=torch.int64) if random is None else random
             eight_bit.encode(values, half, segment, self[scale_name(name)], signed=eight_bit.is_signed(name))
         elif random is not None:
@@ -123,6 +127,12 @@ class Codec:
     def weights(self, shard: Shard) -> torch.Tensor:
         """The weights as the device has them, in its dtype."""
         return shard["weight"]
+
+    def exchange(self, shard: Shard) -> None:
+        """The average becomes the weights and their masters, and the masters become the average."""
+        masters = self.masters(shard, 0).clone()
+        self.put(shard, shard[AVERAGE])
+        shard[AVERAGE].copy_(masters)
 
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Values as the device has them after `put`, or values that a copy to the device's dtype rounds so."""
@@ -172,6 +182,12 @@ class RoundedCodec(Codec):
     def store(self, shard, values, random=None):
         """random: int64 [numel], 16 bits that round each value."""
         store_dithered(shard["weight"], values, random)
+
+    def exchange(self, shard):
+        """The weight has no room for all bits of the average. The average's segment keeps the lower half of them below the old weight."""
+        new, lower_half = split_master(shard[AVERAGE])
+        shard[AVERAGE].copy_(join_master(shard["weight"].contiguous(), lower_half))
+        shard["weight"].copy_(new)
 
 
 class MasterCodec(Codec):

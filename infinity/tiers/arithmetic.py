@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import Format
+from infinity.formats.format import AVERAGE, Format
+from infinity.optim import average
 from infinity.optim.adam import BLOCK_NUMEL, Dither, NormAccumulator
+from infinity.optim.average import AverageStep
 from infinity.optim.rules import AdamRule, Rule, unit_shape
 from infinity.optim.shard import Shard
 from infinity.tiers.chunk_state import ChunkState
@@ -28,11 +30,13 @@ from infinity.tiers.parameter_state import ParameterState
 
 @dataclass
 class Hyper:
-    """Hyper-parameters of one step: the rule and a copy of each parameter group, and the factor of all gradients."""
+    """Hyper-parameters of one step: the rule and a copy of each parameter group, and the factor of all gradients. average: the step of the
+    average of the weights, if records have one."""
 
     rules: list[Rule]
     groups: list[dict]
     grad_scale: float = 1.0
+    average: AverageStep | None = None
     _scalars: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def scalars(self, group: int, step: int) -> object:
@@ -69,6 +73,22 @@ def update(
 ) -> Computed:
     """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. seed: of `Updater`. keeps_moments:
     change only weights. The caller then calls `Computed.update_moments`. The rules must have two parts."""
+    if hyper.average is None:
+        return _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
+    advance_average(chunk, state, hyper.average.before)
+    computed = _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
+    advance_average(chunk, state, hyper.average)
+    return computed
+
+
+def advance_average(chunk: ChunkState, state: Shard, step: AverageStep) -> None:
+    """Bring the average of a shard to a step, see [Note: the average of the weights] in optim/average.py."""
+    if chunk.num_averaged < step.number:
+        average.advance(state, step, num_done=chunk.num_averaged)
+        chunk.note_average(step.number)
+
+
+def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments) -> Computed:
     is_elementwise = chunk.record.format.unit == "element"
     computed = Computed(runs(chunk, params, merge=seed is None and is_elementwise), hyper, params, seed)
     if not is_elementwise:
@@ -94,11 +114,12 @@ def _apply_on_device(run: Run, state: Shard, gradient: torch.Tensor, computed: C
         numel = run.end - run.start
     for begin in range(run.start, run.end, numel):
         part, grad = state.part(begin, begin + numel), gradient[begin : begin + numel]
-        there = Shard(part.format, {name: segment.to(device, non_blocking=True) for name, segment in part.items()})
+        of_rule = {name: segment for name, segment in part.items() if name != AVERAGE}
+        there = Shard(part.format, {name: segment.to(device, non_blocking=True) for name, segment in of_rule.items()})
         index = run.param_start + begin - run.start
         dither = None if computed.seed is None else Dither.of(computed.seed, param.name, run.step, index)
         rule.apply(there, grad.to(device, non_blocking=True), scalars, hyper.grad_scale, dither=dither, shape=shape)
-        for name, segment in part.items():
+        for name, segment in of_rule.items():
             if there[name] is not segment:
                 segment.copy_(there[name])  # waits for the device
 

@@ -49,6 +49,7 @@ class ChunkState:
         self.redo = None  # the RedoLog of a record whose moments on NVMe may be late
         self.device_states: dict[str, torch.Tensor] | None = None
         self.steps: dict[int, int] = {piece.param: 0 for piece in chunk.pieces}
+        self.num_averaged = 0  # the step of the average of the weights; 0: no average yet
         self.gradient = GradientState()
         self.copy_job = None  # the last copy of the weights to the device
         self.update = UpdateState()
@@ -82,6 +83,10 @@ class ChunkState:
         """The record is about to move or to change: a snapshot copies the record first. lease: of the whole record, if the caller has one."""
         if (snapshot := self.snapshot) is not None:
             snapshot.before_change(self, lease)
+
+    def note_average(self, number: int) -> None:
+        """The average contains the weights of `number` steps."""
+        self.num_averaged = number
 
     def begin_change(self, lease=None) -> None:
         self.copy_for_snapshot(lease)

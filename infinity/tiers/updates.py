@@ -143,7 +143,7 @@ class Updater:
             is_sent = chunk.gradient_on_device and not self._update_lane_copies
             at_home = all(home.is_host for home in chunk.homes.values())
             format = chunk.record.format
-            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, whole=format.has_coded_moments or format.rounds_weights)
+            may_take_two = may_take_two_jobs(in_host_memory=at_home, gradient=format.gradient, whole=format.changes_at_once)
             params = (self.params[index] for index in chunk.whole_pieces)
             in_two = self.moments_follow and not early and may_take_two and hyper.have_two_parts(params)
             self._push(chunk, self.gradients.send(chunk, gradient_job) if is_sent else gradient_job, hyper, in_two)

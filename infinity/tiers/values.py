@@ -6,22 +6,28 @@ Knows segments of records in host or device memory. Must not know the time of a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES, as_integers
-from infinity.formats.format import Format, Segment, scale_name
+from infinity.formats.format import AVERAGE, Format, Segment, scale_name
+from infinity.optim import average
+from infinity.optim.average import AverageStep
 from infinity.optim.shard import Shard, codec_of, states_stay_zero
 from infinity.plan.packing import Piece
 from infinity.plan.record import STATES, WEIGHTS, Record
 from infinity.plan.tiers import DEVICE
 from infinity.system.ranks import Ranks
+from infinity.tiers.arithmetic import advance_average
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.record_mover import RecordMover, segments
 from infinity.tiers.span_state import DeviceTier, SpanState
 from infinity.tiers.updates import Updater
+
+
+Change = Callable[[torch.Tensor, dict[str, torch.Tensor]], object]
 
 
 class Values:
@@ -90,6 +96,50 @@ class Values:
                 part = value[piece.param_start : piece.param_start + piece.numel]
                 there = chunk.span.flat[chunk.chunk.offset + piece.start :][: piece.numel]
                 there.copy_(codec_of(chunk.record.format).rounded(part))
+
+    def change_masters(self, chunk: ChunkState, params: set[int], change: Change) -> None:
+        """Call change(master, moments) for the elements of some parameters in a chunk; see `Optimizer.change_weights`. params: by index. The
+        device copy is stale, or the record is on the device."""
+        with self._shard_without_copy(chunk) as shard:
+            for piece in chunk.pieces:
+                if piece.param in params:
+                    part = shard.part(piece.start, piece.start + piece.numel)
+                    segments = part.format.moment_segments
+                    masters = part.masters().clone()
+                    change(masters, {each.name: part.moment(each.name) for each in segments if each.name not in map(scale_name, part.format.moments)})
+                    part.put(masters)
+        self.updater.take_snapshot(chunk)
+
+    def read_average(self, state: ParameterState, step: AverageStep) -> torch.Tensor:
+        """The average of a parameter after the last step: fp32, in its shape, on the CPU. Without an average, the weight in fp32."""
+        chunks = self.registry.chunks_of(state)
+        if (format := chunks[0].record.format).averaged and step.number:
+            for chunk in chunks:
+                self.settle_average(chunk, step)
+            return self.read(state)[AVERAGE]
+        return Shard(format, {name: value.reshape(-1) for name, value in self.read(state).items()}).masters().clone().reshape(state.shape)
+
+    def settle_average(self, chunk: ChunkState, step: AverageStep) -> None:
+        """Bring the average of a chunk up to the last step, if the chunk had no update meanwhile."""
+        self.updater.finish(chunk)
+        if chunk.num_averaged < step.number:
+            self.keep_written(chunk.span)
+            with self.shard(chunk, change=True) as shard:
+                advance_average(chunk, shard, step)
+
+    def exchange_average(self, chunk: ChunkState) -> None:
+        """Weights and average of a chunk change places. The device copy is stale, or the record is on the device."""
+        with self._shard_without_copy(chunk) as shard:
+            average.exchange(shard)
+        self.updater.take_snapshot(chunk)
+
+    @contextlib.contextmanager
+    def _shard_without_copy(self, chunk: ChunkState):
+        """Like `shard` with change=True, after the last copy to the device: ops that were launched before may still wait for this copy."""
+        if chunk.copy_job is not None and (event := chunk.copy_job.wait()) is not None:
+            event.synchronize()
+        with self.shard(chunk, change=True) as shard:
+            yield shard
 
     def keep_written(self, span: SpanState) -> None:
         """Adopt the values that forward passes wrote to parameters of a HOME span."""

@@ -1203,7 +1203,7 @@ HOSTILE = {
     "a folder elsewhere": lambda c: changed(c, lambda c: c.update(folder="/etc")),
     "a file above": lambda c: changed(c, lambda c: c["files"][0].__setitem__(0, "../manifest.json")),
     "a file elsewhere": lambda c: changed(c, lambda c: c["files"][0].__setitem__(0, "/etc/passwd")),
-    "an unknown version": lambda c: changed(c, lambda c: c.update(version=4)),
+    "an unknown version": lambda c: changed(c, lambda c: c.update(version=5)),
     "groups that are numbers": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": [5]})),
     "groups that are a number": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": 5})),
     "groups that are an object": lambda c: changed(c, lambda c: c.update(optimizer={"rule": "AdamW", "groups": {"a": 1}})),

@@ -245,6 +245,33 @@ def test_groups_inside_chunks_and_a_scheduler_have_the_reference_bits(update, ch
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("where", [NVME, NVME | {"update": "deferred"}, {}], ids=["nvme", "deferred", "auto"])
+@pytest.mark.parametrize("when", ["before forward", "before step", "after step"])
+def test_parameters_may_be_frozen_and_thawed_as_in_pytorch(when, where, tmp_path):
+    make = lambda: nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 8))
+
+    def train(model, optimizer):
+        for number in range(8):
+            for moment in ("before forward", "before step", "after step"):
+                if moment == "before step":
+                    (model(torch.full((4, 32), 0.1 * number)) - 1).square().mean().backward()
+                if moment == "after step":
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if moment == when:
+                    model[2].requires_grad_(number not in (2, 3, 6))
+                    model[0].bias.requires_grad_(number % 2 == 1)
+        return model.state_dict()
+
+    torch.manual_seed(0)
+    reference = make()
+    expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2))
+    with training(make, tmp_path, **where) as (model, _, optimizer):
+        for name, value in train(model, optimizer).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_parameters_that_are_frozen_or_in_no_group_keep_their_values(update, tmp_path):
     def make():

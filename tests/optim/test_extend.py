@@ -28,6 +28,7 @@ def example(name):
 
 
 RMSPROP, LAMB, SCALED = example("rmsprop"), example("lamb"), example("block_scaled_format")
+ADAFACTOR, SCHEDULE_FREE = example("adafactor"), example("schedule_free")
 DTYPE = "int16_block128"
 
 
@@ -222,3 +223,121 @@ def test_trainers_take_the_dtype_in_which_a_format_computes(tmp_path):
 def test_bf16_moments_are_refused_for_a_format_that_a_program_adds():
     with pytest.raises(infinity.ConfigError, match="this value goes with dtype='bf16' only"):
         infinity.Config(dtype=DTYPE, optimizer_state_dtype="bf16")
+
+
+class Factored(nn.Module):
+    """Matrices of several sizes, a vector, a stack of matrices, and a matrix with fewer elements than a row and a column together."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 40), nn.Linear(40, 1))
+        self.stack = nn.Parameter(torch.randn(3, 40, 5) / 7)
+
+    def forward(self, x):
+        return self.layers(x) + (self.layers[:3](x) @ self.stack).square().mean()
+
+
+def factored_step(model, optimizer, number):
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(number)).to(next(model.parameters()).dtype)
+    loss = (model(x) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_adafactor_trains_as_torchs_adafactor(tmp_path):
+    torch.manual_seed(0)
+    plain = Factored()
+    theirs = torch.optim.Adafactor(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    expected = [factored_step(plain, theirs, number) for number in range(8)]
+    options = {"options": {"lr": 1e-2, "weight_decay": 0.1}, "optimizer": ADAFACTOR.Adafactor}
+    for places in (NVME, {"param_tier": "host", "optimizer_state_tier": "host"}, {"chunk_mib": 1 / 4}):
+        with training(Factored, tmp_path, **options, **places) as (model, engine, ours):
+            found = [factored_step(model, ours, number) for number in range(4)]
+            infinity.save(tmp_path / "checkpoint", model, ours)
+        with training(Factored, tmp_path, seed=1, **options) as (model, engine, ours):
+            infinity.load(tmp_path / "checkpoint", model, ours)
+            found += [factored_step(model, ours, number) for number in range(4, 8)]
+            assert found == pytest.approx(expected, rel=1e-5)
+            for name, param in plain.named_parameters():
+                torch.testing.assert_close(model.state_dict()[name], param.detach(), rtol=1e-5, atol=1e-6)
+    states = engine.registry.chunks
+    assert sum(chunk.record.moments_nbytes for chunk in states) < sum(chunk.record.numel for chunk in states)  # AdamW: 8 bytes an element
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_factored_moments_train_weights_in_bf16(moments, tmp_path):
+    losses = {}
+    for dtype, options in {"fp32": {}, "bf16": {"optimizer_state_dtype": moments}}.items():
+        with training(Factored, tmp_path, optimizer=ADAFACTOR.Adafactor, dtype=dtype, **options, **NVME) as (model, engine, ours):
+            losses[dtype] = [factored_step(model, ours, 0) for _ in range(8)]
+            assert engine.read_state(model.stack)["row"].dtype is torch.float32
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05, abs=0.02)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Algorithm 1 of Defazio et al. 2024 with AdamW, in the sequences x, y and z of the paper, in float64. No warm-up."""
+
+    def __init__(self, params, lr, weight_decay, beta1=0.9, beta2=0.999):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.betas, self.num = (beta1, beta2), 0
+
+    @torch.no_grad()
+    def step(self):
+        (beta1, beta2), group = self.betas, self.param_groups[0]
+        self.num += 1
+        for p in group["params"]:
+            s = self.state[p]
+            if not s:
+                s |= {"x": p.double().clone(), "z": p.double().clone(), "v": torch.zeros_like(p).double()}
+            grad = p.grad.double()
+            s["v"] = beta2 * s["v"] + (1 - beta2) * grad**2
+            y = (1 - beta1) * s["z"] + beta1 * s["x"]
+            direction = grad / ((s["v"] / (1 - beta2**self.num)).sqrt() + 1e-8) + group["weight_decay"] * y
+            s["z"] = s["z"] - group["lr"] * direction
+            s["x"] = (1 - 1 / self.num) * s["x"] + s["z"] / self.num
+            p.copy_((1 - beta1) * s["z"] + beta1 * s["x"])
+
+
+SCHEDULE = {"lr": 1e-2, "weight_decay": 0.05}
+
+
+@pytest.mark.parametrize("place", ["nvme", "auto"])
+def test_schedule_free_adamw_trains_and_evaluates_as_its_paper_says(place, tmp_path):
+    torch.manual_seed(0)
+    plain = Factored()
+    reference = ScheduleFree(plain.parameters(), **SCHEDULE)
+    expected = [factored_step(plain, reference, number) for number in range(6)]
+    how = {"optimizer": SCHEDULE_FREE.ScheduleFreeAdamW, "options": SCHEDULE} | PLACES[place]
+    with training(Factored, tmp_path, **how) as (model, engine, ours):
+        found = []
+        for number in range(6):
+            found.append(factored_step(model, ours, number))
+            ours.eval()
+            values = model.state_dict()
+            with pytest.raises(infinity.UsageError, match="after eval"):
+                ours.step()
+            if number == 3:
+                infinity.save(tmp_path / "checkpoint", model, ours)
+                infinity.load(tmp_path / "checkpoint", model, ours)
+            ours.train()
+        assert found == pytest.approx(expected, rel=1e-5)
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(values[name], reference.state[param]["x"].float(), rtol=1e-5, atol=2e-6)
+
+
+def test_schedule_free_adamw_trains_as_its_authors_package(tmp_path):
+    package = pytest.importorskip("schedulefree")
+    torch.manual_seed(0)
+    plain = Factored()
+    theirs = package.AdamWScheduleFree(plain.parameters(), warmup_steps=3, foreach=False, **SCHEDULE)
+    theirs.train()
+    expected = [factored_step(plain, theirs, number) for number in range(8)]
+    theirs.eval()
+    options = SCHEDULE | {"warmup_steps": 3}
+    with training(Factored, tmp_path, optimizer=SCHEDULE_FREE.ScheduleFreeAdamW, options=options, **NVME) as (model, engine, ours):
+        assert [factored_step(model, ours, number) for number in range(8)] == pytest.approx(expected, rel=1e-5)
+        ours.eval()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, plain.get_parameter(name).detach(), rtol=1e-5, atol=2e-6)

@@ -188,6 +188,24 @@ def made(folder, *, kind="AdamW", **changes):
     return model, getattr(infinity, kind)(model.parameters(), lr=1e-2)
 
 
+def average(folder, **changes):
+    """The average after three steps, the loss with it, and the weights afterwards."""
+    torch.manual_seed(0)
+    with infinity.init(settings(folder, **changes)):
+        model = gpt()
+    ema = infinity.EMA(model, 0.8)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    with infinity.engine_of(model):
+        for step in range(3):
+            model(*tokens(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = ema.state_dict()
+        with ema.weights(), torch.no_grad():
+            loss = model(*tokens(3, 0)).item()
+        return [loss, *(value.numpy().tobytes() for value in (*values.values(), *model.state_dict().values()))]
+
+
 def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, optimizer=None, **changes):
     """Train the GPT. Return mean losses over all ranks, norms, states, the order of collectives, reads, and more."""
     optimizer = {"lr": 1e-2, **(optimizer or {})}
@@ -580,6 +598,13 @@ def test_ranks_that_orthogonalize_matrices_have_the_bits_of_one_rank(worlds, tmp
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("place", ["nvme", "device"])
+def test_the_average_of_weights_has_the_bits_of_one_rank(worlds, tmp_path, place, one_thread):
+    changes = ON_NVME if place == "nvme" else {}
+    alone = average(tmp_path, **changes)
+    assert worlds(2).run(average, tmp_path, **changes) == [alone, alone]
+
+
 @pytest.mark.parametrize("part", ["blocks.0", "bias"])
 def test_parameters_can_be_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
     """Some frozen parameters share a chunk with trainable parameters."""

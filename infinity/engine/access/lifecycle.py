@@ -53,6 +53,17 @@ class Lifecycle:
                 f"that calls step(), after step(). infinity.save(..., wait=False) writes a checkpoint while that thread goes on training"
             )
 
+    def check_between_steps(self, what: str) -> None:
+        """Raise UsageError unless weights may change now: between two steps, outside of the model's modules. The engine has started."""
+        self.check_access(what)
+        cycle = self._cycle
+        cycle.raise_failure()
+        cycle.check_gradients()
+        cycle.refuse_half_updated(what, change=True)
+        if cycle.state.num_backwards or cycle.state.in_backward or cycle.optimizer_calls.wait:
+            raise UsageError(f"{what} between backward() and step(): call it after step()")
+        cycle.calls.refuse_running(what)
+
     def check_open(self) -> None:
         """Raise UsageError if the engine is closed or could not start. Ends calls of the model that an interrupt has broken off."""
         if self.is_closed:

@@ -19,6 +19,7 @@ from infinity.model.parameters import forget_owner
 from infinity.system.interrupts import uninterrupted
 from infinity.system.ranks import Ranks
 from infinity.tiers.span_state import SpanState
+from infinity.tiers.values import Change
 
 
 class InitialValues:
@@ -45,6 +46,7 @@ class ParameterValues:
         self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
         self._exact: dict[int, torch.Tensor] = {}  # values that parameters with these ids hold in rounded form
         self._dtypes: list[torch.dtype] = []
+        self._reader: Callable[[nn.Parameter], torch.Tensor] | None = None  # makes the values of a state_dict, inside `read_by`
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
         """Take another list of parameters, with their dtypes, before the start. Parameters may have new names and places.
@@ -117,6 +119,8 @@ class ParameterValues:
     def read_weight(self, param: torch.Tensor) -> torch.Tensor:
         """A copy of a parameter's whole value, on the CPU, in the compute dtype. All ranks must make this call."""
         self._lifecycle.check_access("state_dict()")
+        if self._reader is not None:
+            return self._reader(param)
         index = self._indices[id(param)]
         if not self._lifecycle.has_started:
             if index not in self._loaded:
@@ -128,6 +132,15 @@ class ParameterValues:
             return param.detach().to("cpu", copy=True)
         self.cycle.refuse_half_updated("state_dict()")
         return self.values.read(self.registry.params[index], weight_only=True)["weight"]
+
+    @contextlib.contextmanager
+    def read_by(self, reader: Callable[[nn.Parameter], torch.Tensor]):
+        """Inside the block, `reader` makes the value of each parameter in a state_dict."""
+        self._reader = reader
+        try:
+            yield
+        finally:
+            self._reader = None
 
     @uninterrupted
     def write_weight(self, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -161,6 +174,27 @@ class ParameterValues:
             if not chunk.weights_home.is_device and not chunk.on_device:
                 self.cycle.updates.make_stale(chunk)
         note_change(state)
+
+    @uninterrupted
+    @torch.no_grad()
+    def change_weights(self, params: Iterable[torch.Tensor], change: Change) -> None:
+        """Call change(weight, moments) for the elements of these parameters, wherever they are; see `Optimizer.change_weights`."""
+        what = "change_weights()"
+        self._lifecycle.check_between_steps(what)
+        found = {state.index for param in params if (state := self.registry.find(param)) is not None and state.trainable}
+        for chunk in self.registry.chunks:
+            if found & chunk.whole_pieces.keys():
+                self.make_way_for_change(chunk, what)
+                self.values.change_masters(chunk, found, change)
+
+    def make_way_for_change(self, chunk, what: str) -> None:
+        """Finish the update of a chunk whose weights are about to change, and invalidate the device copy."""
+        if not self.calls.frames and not autograd_runs():
+            self.calls.release_escaped()
+        if self.weights.is_held(chunk.span):
+            raise UsageError(f"{what} while weights of {chunk.title} are in use, by a running module or infinity.gathered. End that before")
+        self.values.updater.finish(chunk)
+        self.cycle.updates.make_stale(chunk)
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from infinity.engine.access.average import settle
 from infinity.engine.access.snapshot_reader import SnapshotReader
 from infinity.errors import UsageError
 from infinity.system.interrupts import Shield
@@ -35,6 +36,7 @@ def ready_to_save(engine, optimizer) -> None:
             engine.updater.finish(chunk)  # an update that a backward pass or step() has begun
     for span in engine.registry.spans:
         engine.values.keep_written(span)
+    settle(engine)
 
 
 def ready_to_load(engine, optimizer) -> None:
@@ -53,6 +55,7 @@ def loading(engine):
     engine.cycle.zero_grad()
     for chunk in engine.registry.chunks:
         engine.cycle.updates.make_stale(chunk)
+    engine.averaging.load(0)
     engine.last_save = None
     engine.optimizers.refer_to(None)
     with engine.cycle.replacing():
@@ -87,5 +90,6 @@ def _enter(engine, optimizer, what: str) -> None:
     engine.lifecycle.check_access(what)
     if optimizer is not None:
         engine.optimizers.require_all(what, optimizer)
+    engine.averaging.refuse_exchanged(what)
     engine.start()
     engine.calls.refuse_running(what)

@@ -54,7 +54,7 @@ class TrainingState:
     def __init__(self, engine):
         self._engine = engine
         self.turn, self.ranks, self.device, self.config = engine.turn, engine.ranks, engine.device, engine.config
-        self.manages = engine.manages
+        self.manages, self.averaging = engine.manages, engine.averaging
 
     # Conditions.
 
@@ -118,10 +118,12 @@ class TrainingState:
         registry = self._engine.registry
         return max(chunk.steps[index] for chunk in registry.chunks_of(registry.params[index]))
 
-    def set_num_updates(self, index: int, number: int) -> None:
+    def set_num_updates(self, index: int, number: int, *, num_averaged: int = 0) -> None:
+        """num_averaged: the steps in the average of the weights; 0: no average yet."""
         registry = self._engine.registry
         for chunk in registry.chunks_of(registry.params[index]):
             chunk.steps[index] = number
+            chunk.note_average(num_averaged)
 
     @property
     def seed(self) -> int | None:

@@ -11,7 +11,7 @@ import torch
 
 from infinity.errors import UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.optim.rules import Rule
+from infinity.optim.rules import Rule, planned_moments
 from infinity.plan.packing import Layout
 from infinity.tiers.parameter_state import ParameterState
 
@@ -143,8 +143,9 @@ def refuse_groups(states: Iterable[tuple[ParameterState, Rule]], layout: Layout)
                 f"{state.name} was frozen when the engine started and has no optimizer states. Call requires_grad_() before that: before the "
                 f"optimizer is made and the model runs. Then the parameter may be frozen again."
             )
-        if (format.moments, format.unit) != (rule.moments, rule.unit):
-            here, there = (f"{', '.join(each.moments) or 'no moments'} by {each.unit}" for each in (format, rule))
+        planned = planned_moments(rule, state.shape)
+        if (format.moments, format.unit) != (planned, rule.unit):
+            here, there = (f"{', '.join(moments) or 'no moments'} by {unit}" for moments, unit in ((format.moments, format.unit), (planned, rule.unit)))
             raise UsageError(
                 f"the record of {state.name} was planned with {here}, and the rule of the new group needs {there}. Give the parameter to an "
                 f"optimizer before the engine starts, or choose a group with the planned moments."

@@ -22,6 +22,7 @@ from infinity.engine.memory.advice import LayerwiseAdvice
 from infinity.engine.memory.device_memory import DeviceBudget
 from infinity.engine.refused_trainers import refuse_trainers
 from infinity.engine.refused_wrappers import refuse_optimizers
+from infinity.engine.steps.averaging import Averaging
 from infinity.engine.steps.backward_passes import BackwardPasses
 from infinity.engine.steps.chunk_updates import ChunkUpdates
 from infinity.engine.steps.completed_gradients import CompletedGradients
@@ -51,17 +52,18 @@ from infinity.system.slow_steps import Pace
 from infinity.tiers.arithmetic import Hyper
 from infinity.tiers.chunk_state import ChunkState
 
+Turn = contextlib.AbstractContextManager
 _EPS_OF_CLIPPING = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class StepCycle:
     """The steps of an engine that has started. `attach` gives the optimizer.
 
-    turn: the lock under which another thread saves or loads. state: phase of the step. backward: backward passes.
+    turn: the lock under which another thread saves or loads. averaging: of the weights. state: phase of the step. backward: backward passes.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: DeviceBudget, turn: contextlib.AbstractContextManager):
-        self.config, self.ranks, self.events, self.device_budget, self.turn = config, ranks, events, margin, turn
+    def __init__(self, config: Config, ranks: Ranks, events: Events, parts: Assembly, margin: DeviceBudget, turn: Turn, averaging: Averaging):
+        self.config, self.ranks, self.events, self.device_budget, self.turn, self.averaging = config, ranks, events, margin, turn, averaging
         self.registry, self.records, self.weights, self.course = parts.registry, parts.records, parts.weights, parts.course
         self.gradients, self.updater = parts.gradients, parts.updater
         self.attach(JoinedOptimizers(), None)
@@ -146,6 +148,8 @@ class StepCycle:
     def _count_forward(self) -> None:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
         self.forward.count(trains)
+        if trains:
+            self.averaging.refuse_exchanged("a forward pass without torch.no_grad()")
         if trains and self.optimizers and not self.state.num_backwards:
             self.pace.begin()
             self.advice.begin()
@@ -200,6 +204,7 @@ class StepCycle:
             ready.sort(key=lambda chunk: self.course.next_use(chunk.span.index))  # in the order of the next forward pass
             is_divided = self.device_budget.redivide(by_step=True)  # before the updates: the device updates records that come there
         self.updates.begin_or_announce(ready, hyper)
+        self.averaging.end_step()
         self.end_step(is_divided=is_divided)
 
     def _clip(self, ready: list[ChunkState], hyper: Hyper) -> bool:
@@ -221,6 +226,7 @@ class StepCycle:
         if self.state.in_backward:
             self.backward.abandon()
         self._refuse_half_loaded()
+        self.averaging.refuse_exchanged(what)
         if self.torn:
             raise UsageError(WEIGHTS_OF_TWO_STEPS)
         if self.state.damage is Damage.GRADIENTS:
@@ -247,7 +253,8 @@ class StepCycle:
     def hyper(self, factor: float = 1.0) -> Hyper:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        return Hyper([self.optimizers.rule_of(group) for group in self.optimizers.param_groups], self.optimizer_calls.snapshot(), factor / scale)
+        rules = [self.optimizers.rule_of(group) for group in self.optimizers.param_groups]
+        return Hyper(rules, self.optimizer_calls.snapshot(), factor / scale, self.averaging.next_step)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
@@ -303,6 +310,8 @@ class StepCycle:
         change: the call changes weights. Such a call is refused as soon as an update may begin, whatever tier the weights are in.
         """
         self._refuse_half_loaded()
+        if change:
+            self.averaging.refuse_exchanged(what)
         updates = (change and self.updates.early_hyper is not None) or self.updates.are_early
         if not self.state.in_backward and not self.torn and updates:
             raise UsageError(half_updated(what))
