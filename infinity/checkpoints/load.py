@@ -31,6 +31,7 @@ from infinity.checkpoints.reader import Checkpoint, padded_segments
 from infinity.config import checked_path
 from infinity.engine.access.training_state import ChunkInfo, TrainingState, training_state_of
 from infinity.errors import CheckpointError, ConfigError
+from infinity.formats.format import setting_of
 from infinity.optim.optimizers import follow_references_by
 from infinity.optim.shard import Shard
 from infinity.sizes import listed
@@ -199,8 +200,8 @@ class _Load:
 
         for (*there, here), names in cast.items():
             which = "the model" if len(names) == len(wanted) else listed(names)
-            there = " and ".join(map(repr, there))
-            self._wrong.append(f"{which} was saved with dtype={there}, expected {here!r}: export to safetensors and load these files")
+            there = " or ".join(map(setting_of, there))
+            self._wrong.append(f"{which} was saved with {there}, expected {setting_of(here)}: export to safetensors and load these files")
 
     def dtype_of(self, parameter: Parameter) -> str:
         """The name of the storage of a parameter of the engine."""

@@ -124,6 +124,11 @@ def storage_of(dtype: str, master: str, *, trainable: bool = True, frozen: str =
     return ROUNDED if dtype == "bf16" and master == "none" else dtype
 
 
+def setting_of(storage: str) -> str:
+    """The storage as the fields of the configuration give it, for messages."""
+    return f"dtype='bf16' and master='none'" if storage == ROUNDED else f"dtype={storage!r}"
+
+
 def trainable_names() -> tuple[str, ...]:
     """Names of the storages whose weights an optimizer can update."""
     return tuple(name for name, storage in STORAGES.items() if storage.trains)

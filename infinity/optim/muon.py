@@ -89,9 +89,10 @@ class Muon(Optimizer):
     over a vocabulary, vectors and convolutions. A parameter group with "muon": True or False decides for its parameters itself. Other
     groups are divided into two: first the matrices, then the rest. Such a group may have a weight_decay for both.
 
-    ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn: "original" (or None) multiplies the learning rate of an m x n matrix by sqrt(max(1, m / n)), "match_rms_adamw" by
-    0.2 sqrt(max(m, n)), so that one learning rate works for both. adamw: lr, betas, eps and weight_decay of AdamW; missing ones have the
-    defaults of `infinity.AdamW`. With "match_rms_adamw", its lr is the lr of Muon by default. Other options: see `Optimizer`.
+    ns_coefficients, ns_steps, eps: of the Newton-Schulz iterations. adjust_lr_fn: "original" (or None) multiplies the learning rate of an
+    m x n matrix by sqrt(max(1, m / n)), "match_rms_adamw" by 0.2 sqrt(max(m, n)), so that one learning rate works for both. adamw: lr, betas,
+    eps and weight_decay of AdamW; missing ones have the defaults of `infinity.AdamW`. With "match_rms_adamw", its lr is the lr of Muon by
+    default. Other options: see `Optimizer`.
 
     A record of a bf16 matrix has 8 bytes a parameter: weight, rest of the master, momentum. Newton-Schulz runs on the GPU, wherever the record
     is. Raises ConfigError for a matrix that lies in tiles (tile_above).
@@ -124,6 +125,7 @@ class Muon(Optimizer):
         of_muon = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
         of_adamw = _OF_ADAMW | ({"lr": lr} if self._shares_lr else {}) | dict(adamw or {})
         self._hypers = {True: of_muon, False: of_adamw}  # by "muon" of a group
+        self._has_muon: dict[int, bool] = {}  # by the id of a parameter
         groups = [part for group in _as_groups(params) for part in self._parts(group)]
         defaults = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "muon": True}
         defaults |= of_muon | {"betas": of_adamw["betas"]}
@@ -131,7 +133,10 @@ class Muon(Optimizer):
         super().__init__(groups, MuonRule(adjust_lr_fn), defaults, **options)
 
     def rule_of(self, group):
-        return self.rule if group["muon"] else self._adamw
+        has_muon = bool(group["muon"])
+        if any(self._has_muon[id(param)] != has_muon for param in group["params"][:1]):
+            raise ConfigError(f"'muon': {group['muon']} in a parameter group that began with {not has_muon}: records have the moments of that rule")
+        return self.rule if has_muon else self._adamw
 
     def _divide(self, group):
         return [part for each in _as_groups([group]) for part in self._parts(each)]
@@ -143,6 +148,7 @@ class Muon(Optimizer):
                 f"a parameter group with {', '.join(sorted(wrong))} has matrices for Muon and other parameters for AdamW, which need values of "
                 f"their own. Make one group with 'muon': True and one with 'muon': False"
             )
+        self._has_muon |= {id(param): is_muon for is_muon, members in parts for param in members}
         return [{**self._hypers[is_muon], **group, "params": members, "muon": is_muon} for is_muon, members in parts]
 
 

@@ -353,7 +353,7 @@ def test_a_mistake_prints_one_line(directory, capsys, options, expected):
         ("--optimizer adam", "with --optimizer adamw; here it is --optimizer adam"),
         ("--data random", "with --data of 20000 bytes with CRC32C "),
         ("--data other", "here it is --data of 20001 bytes with CRC32C "),
-        ("--dtype bf16", "the model was saved with dtype='fp32', expected 'bf16'"),
+        ("--dtype bf16", "the model was saved with dtype='fp32', expected dtype='bf16'"),
     ],
 )
 def test_resume_refuses_options_that_differ_from_the_checkpoint(checkpoint, capsys, other, expected):

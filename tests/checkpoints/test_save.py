@@ -1145,7 +1145,7 @@ REFUSED = {  # difference: (changes of the engine that loads, words of the error
         ["missing in the checkpoint: extra", "unknown to the model: layers.2.bias, layers.2.weight", "layers.1.weight has shape [24, 24] in"]
         + ["and [48, 24] in the model", "layers.1.bias has shape [24] in the checkpoint and [48] in", "buffer count is only in the model"],
     ),
-    "dtype": ({"dtype": "bf16"}, ["saved with dtype='fp32', expected 'bf16'", "safetensors"]),
+    "dtype": ({"dtype": "bf16"}, ["saved with dtype='fp32', expected dtype='bf16'", "safetensors"]),
     "moments": (
         {"optimizer": infinity.SGD, "options": {"momentum": 0.9}},
         ["has moments momentum in fp32", "momentum, variance", "load without the optimizer"],

@@ -278,7 +278,7 @@ def test_a_checkpoint_of_other_dtypes_is_refused_with_the_parameter_name(tmp_pat
     with training(Model, tmp_path / "a", dtype="bf16") as (model, engine, ours):
         infinity.save(tmp_path / "checkpoint", model, ours)
     with training(lambda: Model().bfloat16(), tmp_path / "b", dtype="bf16") as (model, engine, ours):
-        with pytest.raises(infinity.CheckpointError, match="blocks.0.norm.weight.* saved with dtype='fp32', expected 'bf16'"):
+        with pytest.raises(infinity.CheckpointError, match="blocks.0.norm.weight.* saved with dtype='fp32', expected dtype='bf16'"):
             infinity.load(tmp_path / "checkpoint", model, ours)
 
 

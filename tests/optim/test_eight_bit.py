@@ -278,7 +278,7 @@ def test_a_checkpoint_with_a_master_is_refused_without_one(tmp_path):
         gpt_step(model, ours, 0)
         infinity.save(tmp_path / "checkpoint", model, ours)
     with training(tiny_gpt, tmp_path, **BF16, master="none") as (model, engine, ours):
-        with pytest.raises(infinity.CheckpointError, match="the model was saved with dtype='bf16', expected 'bf16_rounded'"):
+        with pytest.raises(infinity.CheckpointError, match="was saved with dtype='bf16', expected dtype='bf16' and master='none'"):
             infinity.load(tmp_path / "checkpoint", model, ours)
 
 

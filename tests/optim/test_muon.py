@@ -403,6 +403,14 @@ def test_vectors_and_tiles_are_refused(tmp_path):
         divided(tiny_gpt(), tmp_path, tile_above=2048)
 
 
+def test_a_group_keeps_its_rule(tmp_path):
+    with training(tiny_gpt, tmp_path, optimizer=infinity.Muon, options=OPTIONS) as (model, engine, optimizer):
+        gpt_step(model, optimizer, 0)
+        optimizer.param_groups[0]["muon"] = False
+        with pytest.raises(infinity.ConfigError, match="'muon': False in a parameter group that began with True"):
+            gpt_step(model, optimizer, 1)
+
+
 def test_units_beyond_2_to_the_32_elements_are_whole():
     """Random bits are drawn for each unit, wherever the unit begins in its parameter."""
     shape, rule = (32, 96), MuonRule()

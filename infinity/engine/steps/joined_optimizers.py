@@ -47,9 +47,14 @@ class JoinedOptimizers:
         return self.owner_of(group).rule_of(group)
 
     @property
+    def rules(self) -> list[Rule]:
+        """The rule of each group, in order."""
+        return [each.rule_of(group) for each in self.members for group in each.param_groups]
+
+    @property
     def names_of_rules(self) -> list[str]:
         """The class of each group's rule."""
-        return [type(self.rule_of(group)).__name__ for group in self.param_groups]
+        return [type(rule).__name__ for rule in self.rules]
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -253,8 +253,7 @@ class StepCycle:
     def hyper(self, factor: float = 1.0) -> Hyper:
         """Hyper-parameters of the current step. factor: the number by which the program has multiplied gradients."""
         scale = self.scaler.scale if self.scaler is not None else self.ranks.world
-        rules = [self.optimizers.rule_of(group) for group in self.optimizers.param_groups]
-        return Hyper(rules, self.optimizer_calls.snapshot(), factor / scale, self.averaging.next_step)
+        return Hyper(self.optimizers.rules, self.optimizer_calls.snapshot(), factor / scale, self.averaging.next_step)
 
     def end_step(self, *, is_divided: bool | None = None) -> None:
         """End a step. is_divided: whether the division of device memory has changed. None: the division comes here."""
