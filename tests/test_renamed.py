@@ -96,6 +96,7 @@ def test_the_old_command_is_accepted_with_a_warning(capsys):
     assert "missing does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words, warning",
     [
@@ -146,8 +147,9 @@ def test_each_line_of_a_program_causes_one_warning():
 
 
 def test_old_keys_of_stats_and_descriptions_are_read_with_a_warning(tmp_path):
-    with infinity.offload(torch.nn.Linear(8, 8), Config(swap_dirs=tmp_path, device="cpu", verbose=False)) as engine:
-        stats, description = engine.stats(), infinity.describe(engine.model)
+    model = torch.nn.Linear(8, 8)  # an engine does not keep its model alive
+    with infinity.offload(model, Config(swap_dirs=tmp_path, device="cpu", verbose=False)) as engine:
+        stats, description = engine.stats(), infinity.describe(model)
         assert not {*STATS_KEYS, *LINKS} & {*stats, *stats["links"]} and list(stats) == list(EngineStats.__annotations__)
         for old, new in STATS_KEYS.items():
             with pytest.warns(RenamedWarning, match=f"^key '{old}' is deprecated: use '{new}'$"):

@@ -157,6 +157,7 @@ def test_bytes_in_the_kernel_are_bounded(direct, inflight_nbytes, peak):
         assert queue.stats()["peak_inflight_nbytes"] == peak
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("limit, most", [(1, 1), (2 * BLOCK, 2), (3 * BLOCK - 1, 2), (None, 6), (9 * BLOCK, 6)])
 def test_writes_in_the_kernel_have_their_own_limit(direct, limit, most):
     """Injected delays keep writes in flight, where the test counts them. Reads still pass."""
@@ -188,6 +189,7 @@ FAULTS = {  # injected result, errno of one fault (None: the queue recovers), er
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("times", ["once", "always"])
 @pytest.mark.parametrize("block", [0, NUM_BLOCKS // 2, NUM_BLOCKS - 1], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("op", ["read", "write"])
@@ -630,6 +632,7 @@ def test_requests_are_served_by_priority_then_in_order(direct):
             _aio._inject()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "room, num_writes",
     [({"inflight_nbytes": 4 * BLOCK}, 2), ({"inflight_nbytes": 4 * BLOCK, "inflight_write_nbytes": BLOCK}, 1), ({"depth": 4}, 2)],
@@ -873,6 +876,7 @@ def exit_with_io_pending(path, keep):
     assert path.read_bytes() == b"".join(bytes([i + 1]) * (1 << 20) for i in range(4))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", KEEP)
 def test_interpreter_exit_finishes_pending_io(tmp_path, keep):
     exit_with_io_pending(tmp_path / "file", keep)

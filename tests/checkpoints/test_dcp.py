@@ -199,6 +199,7 @@ def test_boxes_are_in_order_few_and_make_up_the_interval():
 # ---- save_dcp ----
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config, dtype",
     [
@@ -286,6 +287,7 @@ def test_dcp_loads_after_a_state_dict_was_loaded(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
     with trained(tmp_path / "a", dtype=dtype) as (model, engine, optimizer):
@@ -339,6 +341,7 @@ def test_tiled_layers_are_saved_under_the_names_of_plain_layers(tmp_path, from_t
 # ---- load_dcp ----
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config", [pytest.param({}, marks=pytest.mark.long), NVME, {"update": "backward"}], ids=["memory", "nvme", "backward"]
 )

@@ -109,6 +109,7 @@ def test_transformers_loads_exported_weights(tmp_path):
             assert_same_bits(value, weights[name], name)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("window", [0, 1 << 30])
@@ -179,6 +180,7 @@ RENAMED = {  # models whose files use other names: transformers' name of the con
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", RENAMED)
 def test_the_refusal_of_renamed_tensors_shows_the_code_that_loads_them(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
@@ -201,6 +203,7 @@ def test_the_refusal_of_renamed_tensors_shows_the_code_that_loads_them(tmp_path,
             assert_same_bits(found[name], value, name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("world, chunk_mib", [(1, None), (2, None), (3, 0.05), (8, 0.01)])
 def test_a_resharded_checkpoint_holds_the_same_values(tmp_path, world, chunk_mib, dtype):

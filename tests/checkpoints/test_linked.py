@@ -48,7 +48,7 @@ def is_whole(path):
             return False
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 @pytest.mark.parametrize("wait, in_padding", [(True, False), (False, True), (False, False)])
 def test_save_rewrites_records_that_are_damaged_in_a_linked_file(wait, in_padding, places, tmp_path):

@@ -78,7 +78,7 @@ COLLIDING = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["$dict", "$counter"])
 @pytest.mark.parametrize("keys", COLLIDING)
 def test_keys_with_colliding_hashes_are_refused_within_bounds(saved, keys, kind):
@@ -135,6 +135,7 @@ def filled(filling, nbytes):
 PLACES = ["extra", "scheduler", "optimizer", "model", "rng", "parameters", "aliases", "chunks", "files", "tensors", "moments", "step", "unknown"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("place, filling", [(place, filling) for place in PLACES for filling in FILLINGS][:: 2 * len(FILLINGS) - 1])
 def test_a_manifest_of_8_mib_is_refused_in_a_second_and_64_mib(place, filling, saved):
     refused_in_bounds(saved, place, filling, 8 * MIB)
@@ -275,6 +276,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", BAD)
 def test_an_invalid_generator_state_is_refused_before_anything_changes(saved, which):
     run, target, content = saved

@@ -188,6 +188,7 @@ def recorded(tmp_path, made_before):
     return recorder, states
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_images", [60, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("made_before", [True, False], ids=["directory there", "directory made"])
 def test_no_power_cut_loses_a_checkpoint_whose_save_returned(tmp_path, made_before, num_images):

@@ -114,6 +114,7 @@ def swap_files():
 # Resuming
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     ["", "--accumulate 2 --max-grad-norm 0.5 --update deferred", "--optimizer lion --param-tier device --optimizer-state-tier host --residency auto"],
@@ -176,6 +177,7 @@ def test_two_ranks_resume_with_the_same_bits_and_from_one_rank():
 # Which checkpoints stay
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "keep, expected",
     [((), [5, 6]), (("--keep", "3"), [3, 5, 6])]
@@ -339,6 +341,7 @@ def test_a_mistake_prints_one_line(directory, capsys, options, expected):
     assert names(".") == ["text"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "other, expected",
     [

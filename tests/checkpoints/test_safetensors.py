@@ -403,6 +403,7 @@ FILES = {
 }
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("case", FILES)
 def test_damaged_files_are_refused(tmp_path, case):
     path = tmp_path / "it.safetensors"
@@ -491,6 +492,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("case", FOLDERS)
 def test_damaged_folders_are_refused(tmp_path, case):
     make, expected = FOLDERS[case]
@@ -624,6 +626,7 @@ LARGE = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in ("empty lists", "an entry of many") else pytest.mark.long) for case in LARGE])
 def test_a_large_header_takes_100_mib_beyond_its_size_at_most(tmp_path, case):
     text = LARGE[case](33 << 20)

@@ -209,6 +209,7 @@ PLACED_SAMPLE = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", sample(PLACED, PLACED_SAMPLE))
 def test_a_resumed_run_equals_the_uninterrupted_run_in_every_placement(config, tmp_path):
     assert_resumes(Case(config=config), tmp_path)
@@ -294,7 +295,7 @@ CASES_SAMPLE = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", sample(CASES, CASES_SAMPLE))
 def test_a_resumed_run_equals_the_uninterrupted_run_for_every_optimizer(case, tmp_path):
     if "tight" in case.config.values():
@@ -368,6 +369,7 @@ MODELS_SAMPLE = ["tied_module", "max_norm", "extra_state", "partly_frozen", "sma
 ODD_CONFIGS = {"nvme": NVME, "device-bf16": ON_DEVICE | {"dtype": "bf16"}, "auto-bf16-backward": {"dtype": "bf16", "update": "backward"}}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model, config",
     [
@@ -534,6 +536,7 @@ GOING_SAMPLE = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config, delay", [pytest.param(*p.values[0], id=p.id, marks=p.marks) for p in sample(GOING, GOING_SAMPLE)])
 def test_a_checkpoint_has_the_states_of_the_call_while_training_continues(config, delay, tmp_path):
     goes_on(tmp_path, delay, **config | {"chunk_mib": 1 / 512})
@@ -677,6 +680,7 @@ ON_NVME_SAMPLE = (evaluate, load_zeros, save_again, fail_in_backward)
 ON_DEVICE_SAMPLE = (write_gathered, write_in_forward, load_zeros)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("delay", ["write", pytest.param("lanes", marks=LONG), pytest.param("read", marks=LONG)])
 @pytest.mark.parametrize(
     "then, where",
@@ -715,7 +719,7 @@ def test_an_overflow_right_after_a_save_does_not_change_the_checkpoint(tmp_path)
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("where", ["nvme", "device"])
 def test_an_exception_that_ends_the_engine_keeps_the_last_checkpoint(where, wait, tmp_path):
@@ -750,6 +754,7 @@ def test_a_normal_exit_of_the_engine_finishes_the_checkpoint(tmp_path):
         assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **NVME), at_call)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_failed_write_is_reported_once_and_training_continues(wait, code, tmp_path):
@@ -850,6 +855,7 @@ BY_RANKS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saved_on, loaded_on, dtype, change", BY_RANKS)
 def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, dtype, change, tmp_path):  # noqa: F811
     path = tmp_path / "checkpoint"
@@ -945,6 +951,7 @@ TILING_PAIRS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=LONG)])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("above, later", TILING_PAIRS)
@@ -967,6 +974,7 @@ def test_tiles_are_loaded_into_other_tiles(above, later, tie, dtype, tmp_path):
         assert_alike(got[key], expected[key], key)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("above, later", TILING_PAIRS + [pytest.param(None, None, id="plain")])
 def test_a_tied_layer_is_loaded_under_its_other_name(above, later, tmp_path):
     config = {**NVME, "chunk_mib": 1 / 512}
@@ -983,6 +991,7 @@ def test_a_tied_layer_is_loaded_under_its_other_name(above, later, tmp_path):
         assert_alike(joined(states_of(engine, model))["head.weight", "variance"], moments)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("order", list(map("".join, itertools.permutations("abc"))))
 def test_a_parameter_with_three_names_is_loaded_under_any_of_them(order, tmp_path):
     def make(order):
@@ -1023,6 +1032,7 @@ def record_files(path):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 def test_only_files_of_frozen_records_are_linked(places, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
@@ -1156,6 +1166,7 @@ REFUSED = {  # difference: (changes of the engine that loads, words of the error
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_of_another_run_is_refused_and_nothing_changes(case, tmp_path):
     changes, words = REFUSED[case]
@@ -1473,6 +1484,7 @@ class Watched(Arena):
         return region
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [PAGE_NBYTES, infinity.system.staging_buffers.BUFFER_NBYTES])
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 def test_two_staging_buffers_are_enough_for_records_of_any_size(places, most, tmp_path, monkeypatch):
@@ -1708,6 +1720,7 @@ class Unknown:
 Pair = collections.namedtuple("Pair", "a b")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "value, where",
     [

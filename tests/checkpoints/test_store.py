@@ -340,6 +340,7 @@ def saves_until_killed(say, folder, targets, wait, config):
                 say(("finished", run.step, None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_targets, wait", [(1, True), (2, False)], ids=["into one", "into two by turns, while training goes on"])
 @pytest.mark.parametrize("moments", [3, pytest.param(25, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.long)])
 def test_a_checkpoint_is_old_or_new_after_a_kill_at_any_moment(tmp_path, nursery, moments, num_targets, wait):
@@ -601,6 +602,7 @@ class Failing:
         return call()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, code", [("fsync", "EIO"), ("rename", "EIO"), ("link", "EIO")]
     + [pytest.param(*case, marks=pytest.mark.long) for case in [("posix_fallocate", "ENOSPC"), ("mkdir", "EACCES"), ("open", "ENOSPC")]])  # fmt: skip
 def test_each_failed_call_ends_the_checkpoint_and_is_not_repeated(run, tmp_path, name, code, monkeypatch):
@@ -683,6 +685,7 @@ def test_each_short_write_is_completed_or_ends_the_checkpoint(run, tmp_path, mis
         assert on_disk(target) == there
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("who_hears", ["wait", "save", "close", "load"])
 def test_training_continues_after_a_failed_checkpoint(tmp_path, digests, who_hears):
     target = tmp_path / "target"
@@ -734,6 +737,7 @@ def fills_a_volume(say, folder, mount):
     say(("held", None, None))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 def test_a_volume_without_room_is_refused_before_anything_is_written(tmp_path, nursery, kind):
     volume, image = tmp_path / "volume", tmp_path / "image"
@@ -992,6 +996,7 @@ def test_weights_are_not_readable_after_a_failed_load(run, tmp_path):
             act()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", [ON_HOST, {"param_tier": "device", "optimizer_state_tier": "device"}], ids=["host", "device"])
 def test_a_flipped_bit_of_padding_is_found_by_load_and_verify(tmp_path, places):
     target = tmp_path / "target"
@@ -1224,7 +1229,7 @@ def with_extra(content, text):
     return json.dumps(content | {"extra": "EXTRA"}).encode().replace(b'"EXTRA"', text)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused_in_five_seconds_and_64_mib(saved, what):
     run, target, data = saved
@@ -1321,6 +1326,7 @@ def nothing(path, elsewhere):
     os.rename(path, elsewhere)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("make", [symlink, fifo, directory_there, device_node, plain_file, nothing], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("which", ["manifest", "folder", "records", "tensors"])
 def test_links_devices_and_missing_files_are_refused(tmp_path, nursery, which, make):

@@ -111,7 +111,7 @@ def scaled(dtype):
     return {"options": {"loss_scale": LossScale(initial=256.0)}} if dtype == "fp16" else {}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG), pytest.param(16, marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(update, dtype, n, tmp_path):
@@ -124,13 +124,14 @@ def test_sixteen_micro_batches_have_the_bits_of_the_ordinary_loop(options, tmp_p
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_placement_has_the_bits_of_the_ordinary_loop(dtype, places, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, dtype=dtype, **PLACES[places])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("places", ["nvme", "device"])
 def test_clipping_is_that_of_the_ordinary_loop(places, dtype, tmp_path):
@@ -178,7 +179,7 @@ class Gated(nn.Module):
         return self.block(x) * torch.sigmoid(bias), bias
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", ["nvme", pytest.param("device", marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
 def test_values_between_blocks_may_be_used_anywhere(update, places, dtype, tmp_path):
@@ -240,7 +241,7 @@ class Skipping(Chain):
         return self.last(x)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 32])  # a segment is one block, or several
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
@@ -300,6 +301,7 @@ def test_a_block_that_runs_again_finds_the_buffers_of_its_first_run(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [2, 6])
 def test_weights_are_read_as_often_as_for_one_micro_batch(n, tmp_path):
     make = lambda: Chain(hidden=64, num_blocks=12)
@@ -311,6 +313,7 @@ def test_weights_are_read_as_often_as_for_one_micro_batch(n, tmp_path):
     assert found <= 1.02 * once, found / once
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_every_number_of_micro_batches_has_the_same_plan(make, tmp_path):
     with training(make, tmp_path, options={"accumulation_steps": 2}, **NVME) as (model, engine, optimizer):
@@ -349,7 +352,7 @@ def test_the_number_of_micro_batches_and_the_kind_of_step_may_change(tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_the_least_memory_is_enough(make, update, tmp_path):
@@ -447,6 +450,7 @@ def checkpointing(base, *, use_reentrant):
     return Checkpointing
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wraps", [False, True])
 def test_gradients_use_the_dropout_masks_of_the_forward_pass(wraps, tmp_path):
     """The reference runs each micro-batch alone with the same random state. If wraps, the program checkpoints the blocks."""
@@ -498,6 +502,7 @@ def test_the_random_state_changes_only_if_the_model_draws(tmp_path):
 # ---- checkpoints, activations, compiled blocks ----
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_blocks_that_the_program_checkpoints_are_not_checkpointed_again(use_reentrant, tmp_path):
     make = checkpointing(Chain, use_reentrant=use_reentrant)
@@ -510,7 +515,7 @@ def test_blocks_that_the_program_checkpoints_are_not_checkpointed_again(use_reen
         assert len(calls) == 4
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("activations", ["host", "nvme"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypatch):
@@ -560,6 +565,7 @@ def test_an_exception_in_a_loss_leaves_the_engine_usable(tmp_path):
         assert "_call_impl" not in vars(model.blocks[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["first", "blocks.2", "last"])
 def test_an_exception_in_a_block_leaves_the_engine_usable(place, tmp_path):
     expected = run(tmp_path, True, num_steps=1, **NVME)
@@ -635,6 +641,7 @@ def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
         yield losses
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("place", ["device", "auto"])
 def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
@@ -660,7 +667,7 @@ def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_p
     assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -685,6 +692,7 @@ def test_micro_batches_without_room_run_in_rounds(num, how, tmp_path):
         assert len(calls) > 3 * num
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update, dtype", [("backward", "fp32"), ("deferred", "bf16"), ("deferred", "fp16")])
 def test_block_inputs_without_room_on_the_device_go_to_host_memory(dtype, update, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
@@ -721,7 +729,7 @@ def tied(model):
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
 def test_block_inputs_without_room_in_host_memory_stay_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
     """There are fifteen block inputs, and the gradients of a tied embedding. Freed host memory is used again."""
@@ -735,6 +743,7 @@ def test_block_inputs_without_room_in_host_memory_stay_on_the_device(num_in_host
             assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_zero_grad_after_a_failed_step_frees_saved_block_inputs(where, tmp_path, monkeypatch):
     leave_room(monkeypatch, 4)
@@ -888,7 +897,7 @@ def centred():
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 3, 5, 6])
 def test_a_full_device_in_a_later_round_begins_the_step_anew(number, tmp_path):
     """In the first round, and in forward of the second, the step begins anew with the first buffers. In the last backward pass, which has
@@ -909,6 +918,7 @@ def test_a_full_device_in_a_later_round_begins_the_step_anew(number, tmp_path):
         assert engine.cycle.layerwise_limits.most == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, ZeroDivisionError])
 def test_a_checkpoint_that_raises_keeps_the_programs_saved_tensor_hooks(error, tmp_path):
@@ -1006,6 +1016,7 @@ class ChangingNormed(Chain):
         return [first, self.norm, *rest]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make, place, batches, loss",
     [(Normed, "blocks.0.2", rows, loss_of_rows), (ChangingNormed, "last", tokens, loss_of)],
@@ -1059,6 +1070,7 @@ def test_a_full_device_in_backward_is_an_error_that_names_a_remedy(tmp_path):
         assert ["Config(activation_tier='host')" in note for note in found.value.__notes__] == [True]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_in_host_memory", [4, 100])
 def test_a_full_device_in_backward_advises_nvme_if_host_memory_is_full(num_in_host_memory, tmp_path, monkeypatch):
     leave_room(monkeypatch, num_in_host_memory)
@@ -1094,7 +1106,7 @@ def test_no_remedy_is_named_if_the_device_keeps_no_block_inputs(tmp_path, capfd)
     assert "layer-wise step: they run in rounds of 2\n" in capfd.readouterr().err
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
 def test_an_interrupt_ends_all_threads(calls_before, place, tmp_path):
@@ -1207,6 +1219,7 @@ class Looking(Block):
         return super().forward(x) + box.kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("made_by", [0, 2])
 def test_a_block_that_reads_a_hidden_tensor_joins_the_blocks_before_it(made_by, tmp_path, capfd):
     make = lambda: Boxed(made_by)
@@ -1256,6 +1269,7 @@ class Reading(Block):
         return super().forward(x) + (model.found[0] if model.kind == "list" else model.kept)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["tensor", "mask", "list", "number"])
 def test_an_attribute_that_differs_by_micro_batch_prevents_cutting(kind, tmp_path, capfd):
     name = "found" if kind == "list" else "kept"
@@ -1327,6 +1341,7 @@ class Hooked(Chain):
         self.first.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "make, match",
     [
@@ -1340,6 +1355,7 @@ def test_state_that_micro_batches_would_mix_up_prevents_cutting(make, match, tmp
     assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wraps", [lambda make: make, lambda make: full_once(make, "first")], ids=["", "no room"])
 def test_a_replaced_parameter_inside_a_segment_has_the_bits_of_the_loop(wraps, tmp_path):
     losses, states, *_ = run(tmp_path, True, make=wraps(SwappingOne), chunk_mib=1 / 16, **NVME)
@@ -1389,6 +1405,7 @@ class WithFunction(Chain):
         return self.last(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_custom_function_between_blocks_joins_the_blocks_before_it(update, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, "reaches EmbeddingBackward0", whole=False, make=WithFunction, update=update)
@@ -1412,6 +1429,7 @@ class Turning(Chain):
         return self.last(x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("between, match, most", [(False, "reaches EmbeddingBackward0", 3), (True, "reaches AddBackward0", 6)])
 def test_a_model_that_cannot_be_cut_runs_as_in_the_ordinary_loop(between, match, most, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=between, most=most, make=lambda: Turning(between))
@@ -1462,6 +1480,7 @@ def changing():
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make, match",
     [
@@ -1622,6 +1641,7 @@ WRONG_LOSSES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("places", [NVME, {}], ids=["by layer", "on the device"])
 def test_a_wrong_loss_is_refused_and_training_continues(places, tmp_path):
     with training(Chain, tmp_path / "expected", options={"accumulation_steps": 2}, update="deferred", **places) as (model, engine, optimizer):
@@ -1803,7 +1823,7 @@ def test_on_a_gpu_rounds_have_the_bits_of_the_ordinary_loop(dtype, update, num_i
         assert away(engine) and engine.cycle.layerwise_limits.most == 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
 def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, nothing_waits, tmp_path):
@@ -1825,7 +1845,7 @@ def nothing_waits(monkeypatch):
     monkeypatch.setattr(DeviceBudget, "sum_room", lambda *_, **__: (0, 0))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])

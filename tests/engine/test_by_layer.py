@@ -117,7 +117,7 @@ class Cut(nn.Module):
         return x.detach()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("cut", [False, True])
 def test_odd_segments_have_the_gradients_of_the_ordinary_loop(cut, dtype, tmp_path):
@@ -141,6 +141,7 @@ class Tied(Chain):
         self.last.weight = self.first.weight
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "auto"])
 @pytest.mark.parametrize("make", [pytest.param(Chain, marks=LONG), Tied])
 @pytest.mark.parametrize(

@@ -110,21 +110,21 @@ def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_compiled_before_or_after_the_start_is_one_graph(way, before, tmp_path):
     assert_as_plain(gpt, tmp_path, way, before=before, **PLACES["nvme"])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
 def test_compiled_modules_train_in_device_and_host_memory(way, place, tmp_path):
     assert_as_plain(gpt, tmp_path, way, **PLACES[place])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "model"])
 def test_checkpoints_may_be_around_or_inside_compiled_modules(way, tmp_path):
     assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
@@ -136,6 +136,7 @@ def test_tied_weights_may_be_inside_and_outside_a_compiled_module(way, tmp_path)
     assert_as_plain(lambda: gpt(tie=True), tmp_path, way, **PLACES["nvme"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place"])
 def test_the_least_memory_is_enough_for_compiled_blocks(way, tmp_path):
     """Each compiled block is one op. The planner's least memory for these is enough, and one byte less is refused."""
@@ -155,6 +156,7 @@ def wrap_layers(model, **options):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_compiled_layers_of_torch_are_one_graph_each(before, tmp_path, monkeypatch):
     """torch.compile wraps torch's own layers in another function, so hooks of the layer would be compiled too."""
@@ -173,6 +175,7 @@ class Broken(nn.Module):
         return torch.tanh(self.second(x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["model", "model in place"])
 def test_a_module_with_a_graph_break_gets_no_other_breaks(way, tmp_path):
     assert_as_plain(Broken, tmp_path, way, options={"fullgraph": False}, loss=mlp_loss, counts=[(2, 1)] * 4, **PLACES["nvme"])
@@ -291,7 +294,7 @@ def test_a_module_may_be_compiled_inside_init(way, tmp_path):
         assert_same_bits(*pair, f"loss of step {step}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", ["model", "model in place"])
 def test_a_compiled_model_may_be_evaluated_before_the_optimizer_exists(way, before, tmp_path):
@@ -332,6 +335,7 @@ def test_two_ranks_have_one_graph_and_equal_losses(tmp_path):
 # Interrupts and refusals
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
 def test_an_interrupt_in_a_compiled_module_leaves_no_weights_held(way, tmp_path):
     interrupts = []

@@ -88,7 +88,7 @@ BUILDS = {
 }
 
 
-@pytest.mark.few(40)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("later", [0, 1 << 20])
 @pytest.mark.parametrize("window", [0, 5000, 1 << 30])
 @pytest.mark.parametrize("build", BUILDS)
@@ -225,6 +225,7 @@ def mixed():
     return model
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("window", [0, 1500, 3000, 6000, 9000])
 @pytest.mark.parametrize("build", [grown, swollen, mixed])
 def test_resized_and_mixed_parameters_are_as_in_a_plain_construction(build, window, config):
@@ -405,6 +406,7 @@ def asked(weight):
     assert torch.empty_like(weight).is_contiguous() and weight.new_zeros(2).eq(0).all()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "build, window, expected",
     [
@@ -545,6 +547,7 @@ def saved_llama(folder):
     return transformers.LlamaForCausalLM.from_pretrained
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("window", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_model_loaded_from_files_needs_no_scratch_file(dtype, window, config, counts, tmp_path):
@@ -590,6 +593,7 @@ def test_a_draw_ignores_the_programs_default_device(config, counts):
     infinity.engine_of(model).close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     "compression, host_memory, num_late", [("auto", "auto", 2), ("auto", "128KiB", 0), ("off", "auto", 0)], ids=["late", "little", "off"]
@@ -659,6 +663,7 @@ def taken_from(way, config, window):
     return model, plain
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("way, window", [("init", 1), ("init", None), ("offload", None)], ids=["away", "home", "offload"])
 def test_values_may_be_changed_before_the_optimizer_exists(way, window, options, config):

@@ -132,7 +132,7 @@ def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, optio
         assert_equals_reference(engine, model, reference_model, reference)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "order, way", [long_unless((order, way) in DEFAULT, order, way) for order in ORDERS for way in TRAININGS]
 )
@@ -172,6 +172,7 @@ def trains_and_evaluates(model, step, micro):
 PROGRAMS = [evaluate_in_between, one_layer_alone, trains_and_evaluates]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "run, way",
     [
@@ -208,6 +209,7 @@ def shares_ahead(directory, orders, between=None, **config):
         return found, engine.stats()["num_prefetch_plans"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("order", ALTERNATING)
 def test_a_model_that_alternates_is_fetched_ahead_from_the_fourth_step_on(order, residency, tmp_path):
@@ -216,6 +218,7 @@ def test_a_model_that_alternates_is_fetched_ahead_from_the_fourth_step_on(order,
     assert num_plans == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 def test_a_constant_order_is_planned_once(residency, tmp_path):
     found, num_plans = shares_ahead(tmp_path, [UP] * 6, **RESIDENCIES[residency])
@@ -439,7 +442,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind, choice, update", MIXED)
 def test_ranks_may_choose_different_experts_of_a_leaf(kind, choice, update, two_ranks, tmp_path):
     device_memory = (128 if kind == "root" else 64) * LAYER_NBYTES  # all gradients of the root leaf belong to one op
@@ -453,6 +456,7 @@ def test_ranks_may_choose_different_experts_of_a_leaf(kind, choice, update, two_
         assert min(ahead[3:]) >= 0.9, ahead
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if i % 3 else ()) for i, kind in enumerate(MIXTURES)])
 def test_a_leaf_on_one_rank_changes_no_bit(kind, tmp_path):
     choice = CHOICES["reentrant" not in kind]  # PyTorch refuses a reentrant checkpoint that computes nothing
@@ -514,7 +518,7 @@ def plain_changing(order, steps=8, repeat=1):
     return losses
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "order, update",
     [
@@ -565,7 +569,7 @@ def peak_at_least(folder, kind, **config):
     return least, peaks
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_peaks_of_two_ranks_stay_within_the_least_device_memory(kind, update, two_ranks, tmp_path):
@@ -593,7 +597,7 @@ def accumulating(folder, orders, **config):
         return {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("orders", ["fff", "pffp"])
 def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, two_ranks, tmp_path):
@@ -603,6 +607,7 @@ def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, 
             assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_gradients_of_layers_that_run_twice_leave_the_device(update, two_ranks, tmp_path):
     for losses, _, num_plans, peak_nbytes in two_ranks.run(changing, tmp_path, _unchanged, repeat=2, update=update):
@@ -662,7 +667,7 @@ LONG_PARTINGS = ["backward twice", "state_dict before step"]
 DEFAULT_PARTINGS = {("skips", 0), ("experts", 3), ("shorter backward", 0), ("extra forward", 0), ("state_dict before step", 3)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "what, when, update",
     [

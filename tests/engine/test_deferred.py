@@ -60,6 +60,7 @@ def test_values_written_in_forward_are_kept_by_a_deferred_update(tmp_path):
             torch.testing.assert_close(engine.read_state(ours)["weight"], theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 def test_an_update_that_outlasts_the_next_step_runs_exactly_once(tmp_path, monkeypatch, max_grad_norm):
     """The first update of layer c waits until the next step, in which c has no gradient, is over."""
@@ -89,6 +90,7 @@ def test_an_update_that_outlasts_the_next_step_runs_exactly_once(tmp_path, monke
             assert {chunk.steps[state.index] for chunk in engine.registry.chunks_of(state)} == {expected}
 
 
+@pytest.mark.long
 def test_closing_with_few_slots_finishes_updates_that_have_begun(tmp_path):
     """Host copies that were prefetched for the next ops hold the last slots. No op will use these copies."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(40)])
@@ -141,6 +143,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 def test_updates_of_layers_that_a_pass_skips_block_no_fetch(tmp_path, max_grad_norm):
     """At the least budget, such an update needs slots that hold prefetched weights of the next ops, and these ops wait for the update."""

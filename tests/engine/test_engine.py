@@ -58,7 +58,7 @@ MODELS = {
 # Equality with plain PyTorch
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["AdamW", pytest.param("Adam", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_losses_are_those_of_torch_optim(name, kind, tmp_path):
@@ -168,7 +168,7 @@ def check_placement(case, directory, expected):
     assert_same_states(got, expected_states)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: "-".join(map(str, case)))
 def test_placement_never_changes_a_bit(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
@@ -185,7 +185,7 @@ def test_records_in_separate_regions_have_the_same_bits(tmp_path, expected, monk
     check_placement(("accumulate", "bf16", "host", "host", "auto", "deferred", 1 / 64, "ample"), tmp_path, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("divisor", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long), 20])
 def test_peaks_stay_within_budgets(divisor, update, tmp_path):
@@ -227,6 +227,7 @@ def two_groups(model):
     return [{"params": decayed, "weight_decay": 0.2, "lr": 3e-3}, {"params": rest, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_groups_inside_chunks_and_a_scheduler_have_the_reference_bits(update, chunk_mib, tmp_path):
@@ -272,6 +273,7 @@ def test_parameters_may_be_frozen_and_thawed_as_in_pytorch(when, where, tmp_path
             torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_parameters_that_are_frozen_or_in_no_group_keep_their_values(update, tmp_path):
     def make():
@@ -326,6 +328,7 @@ def test_a_parameter_without_a_gradient_is_skipped(update, tmp_path):
             torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_clipping_uses_the_norm_of_torch(dtype, tmp_path):
     """The norm is equal to a relative error of 1e-6. The update has the bits of the reference that clips by the engine's norm."""
@@ -421,6 +424,7 @@ def test_after_backward_param_grad_is_only_a_placeholder(update, tmp_path):
 # Values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_gathered_values_may_be_read_and_written(dtype, update, tmp_path):
@@ -586,6 +590,7 @@ def test_a_step_moves_26_bytes_a_parameter_or_about_21_with_late_moments(update,
     assert written == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.long
 def test_gradients_without_room_in_host_memory_cost_4_bytes_more(tmp_path):
     num_parameters = sum(p.numel() for p in traffic_gpt().parameters())
     read, written, arena = traffic(traffic_gpt, tmp_path, update="deferred", host_memory=int(1.9 * num_parameters))
@@ -597,6 +602,7 @@ def test_gradients_without_room_in_host_memory_cost_4_bytes_more(tmp_path):
 # Prefetch and order of updates
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delayed", [None, "read", "copy", "update", "all"])
 def test_copies_and_reads_run_ahead_of_the_ops(delayed, tmp_path):
     """From the second step on, the copy of i+2 and the read of i+3 are requested before op i ends. The bits are right."""
@@ -641,6 +647,7 @@ def test_copies_and_reads_run_ahead_of_the_ops(delayed, tmp_path):
         assert all(event.start <= event.end for event in engine.events.trace)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_updates_run_in_the_order_of_the_next_forward_pass(tier, tmp_path):
     """Updates that begin after the backward pass run in the order in which the next forward pass needs them. The bits are right."""
@@ -806,6 +813,7 @@ def test_after_close_zero_grad_returns_and_lanes_refuse_work(tmp_path):
         engine.gradients.drain()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["forward", "read_state", "gathered"])
 def test_weights_of_two_steps_are_never_shown(what, tmp_path):
     with training(tiny_gpt, tmp_path, update="backward", **NVME) as (model, engine, optimizer):

@@ -161,7 +161,7 @@ def sweep(directory, expected, fault, update, numbers):
         assert code is None or call == "io_getevents", f"{where} failed: expected a SwapError, got none"
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:io_setup granted")
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
@@ -357,6 +357,7 @@ def the_volume_is_too_small(volume):
 SCENES = [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later, the_volume_is_too_small]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_full_disk_is_an_error_at_the_start_or_never(scene, tmp_path):
     """On a separate volume in a mount namespace that ends with the process: ext4 on a loop device, or tmpfs if that fails."""
@@ -461,6 +462,7 @@ def run(name, directory, *, options=None, num_steps=3, **config):
     return losses, states, stats
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tied", pytest.param("shared", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, update, steps", [("bf16", "deferred", 1), ("fp32", "backward", 2), ("fp16", "auto", 1)])
 def test_pinned_memory_is_as_planned_and_within_the_budget(name, dtype, update, steps, tmp_path):
@@ -505,7 +507,7 @@ def check_budgets(case, directory, num_budgets):
             assert_same_states(states, expected[1], f"{field}={budget}")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str
 )
@@ -519,6 +521,7 @@ def test_every_budget_at_or_above_the_least_trains_with_the_same_bits(case, tmp_
     check_budgets(case, tmp_path, 1 << 20)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [WEIGHTS, STATES, GRADIENTS])
 def test_at_the_least_budget_every_slot_is_used(kind, tmp_path):
     config = NVME | {"update": "backward"}

@@ -9,7 +9,7 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.record_mover import RecordMover
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression", ["on", "off"])
 @pytest.mark.parametrize("values, dtype, num", [("bf16", "bf16", 0), ("fp32", "bf16", 1), ("fp32", "fp32", 0), ("fp16", "fp16", 1)])
 def test_first_states_that_are_zeros_pass_through_no_memory(values, dtype, num, compression, monkeypatch, tmp_path):

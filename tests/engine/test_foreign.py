@@ -53,6 +53,7 @@ def group():
 # Optimizers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind, ours", [("AdamW", "AdamW"), ("SGD", "SGD"), ("LBFGS", "AdamW")])
 def test_an_optimizer_of_torch_is_refused_at_the_first_forward_pass(kind, ours, config):
     model = net()
@@ -100,6 +101,7 @@ def test_training_without_an_optimizer_is_refused_with_two_remedies(config):
         assert prompt.grad.abs().sum() > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind, argument, said",
     [
@@ -216,6 +218,7 @@ def language_loss(model):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_embeddings_are_resized_before_the_engine_starts_or_refused(tie, how, config):

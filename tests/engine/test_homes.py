@@ -92,7 +92,7 @@ def assert_exchanged(engine, before, kind):
             assert (chunk.index in engine.records.caches[each].residents) == chunk.homes[each].is_host, (chunk, each)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", VISITORS)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}], ids=str)
@@ -131,6 +131,7 @@ def test_an_exchange_saves_the_nvme_bytes_of_the_records_that_stay(config_for, m
     assert written[True] < written[False], written
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", VISITORS)
 def test_visitors_whose_homes_were_exchanged_go_home_when_inputs_grow(kind, config_for, gauge, tmp_path):
     """Then the batch becomes smaller, and records visit again."""

@@ -44,7 +44,7 @@ def plain_step(model, optimizer, step):
     return loss
 
 
-@pytest.mark.few(26)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("trait", TRAITS)
 def test_a_model_of_each_trait_trains_to_the_bits_of_plain_pytorch(trait, setting, tmp_path):
@@ -99,6 +99,7 @@ def test_several_forward_passes_may_come_before_one_backward(setting, tmp_path):
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_an_evaluation_between_steps_uses_the_updated_weights(setting, mode, tmp_path):
@@ -117,6 +118,7 @@ def test_an_evaluation_between_steps_uses_the_updated_weights(setting, mode, tmp
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_inference_inside_another_models_checkpoint_is_no_backward_pass(setting, use_reentrant, tmp_path):
@@ -157,6 +159,7 @@ class Sides(nn.Module):
         return self.last(torch.tanh(self.first(torch.tanh(x)))).square().mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["probe", "raise"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_forward_pass_without_backward_misleads_no_later_step(setting, how, tmp_path):
@@ -177,6 +180,7 @@ def test_a_forward_pass_without_backward_misleads_no_later_step(setting, how, tm
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("orders", ["pppp", "ffff", "lllll", "pffp"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_micro_batches_with_different_layers_mislead_no_later_step(setting, orders, tmp_path):
@@ -222,7 +226,7 @@ RECOMPUTE = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("how", RECOMPUTE)
 @pytest.mark.parametrize("setting", ["backward", "deferred"])
@@ -243,6 +247,7 @@ def test_recomputed_blocks_fit_in_the_least_device_memory(setting, how, retain, 
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_reentrant_checkpoints_outside_any_module_are_one_backward_pass(setting, tail, tmp_path):
@@ -330,6 +335,7 @@ def test_gradients_of_gradients_are_refused(tmp_path):
         optimizer.step()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_retained_graph_gives_its_gradient_twice(setting, use_reentrant, tmp_path):
@@ -434,6 +440,7 @@ def bomb():
     Bomb.armed = None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("setting", ["deferred", "resident"])
@@ -743,7 +750,7 @@ class Interruptible(nn.Module):
         return x
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("recursive", [False, True])
 @pytest.mark.parametrize("then", ["train", "zero_grad", "save", "read", "evaluate"])
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -76,7 +76,7 @@ def few_gradients_under_way(monkeypatch):
 # Splits of device memory
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, 
         assert home == "nvme" or counts == [0, 1, len(records) // 2, len(records) - 1, total]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_every_trait_with_some_records_on_the_device_has_the_same_bits(name, dtype, update, tmp_path):
@@ -142,7 +142,7 @@ def test_records_come_to_the_device_only_if_all_weights_fit(tmp_path):
             assert engine.stats()["peak_device_nbytes"] <= budget
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 3}], ids=["clip", "accumulate"])
 def test_waiting_gradients_without_room_in_host_memory_stay_on_the_device(options, update, tmp_path):
@@ -198,6 +198,7 @@ def test_device_and_host_memory_that_hold_all_records_need_no_nvme(tmp_path):
     pytest.fail("expected a host memory budget that holds the records that stay off the device, found none below 2000 KiB")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("config", [{"optimizer_state_tier": "host"}, {"param_tier": "host"}, {"optimizer_state_tier": "nvme"}, {"residency": "none"}], ids=str)
 def test_records_with_a_configured_tier_stay_there(config, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
@@ -219,7 +220,7 @@ def small_drive(monkeypatch):
 CROWDED = {"host_memory": "320KiB"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_drive, tmp_path):
@@ -257,7 +258,7 @@ class WithMoreLayers(nn.Module):
         return [self.model(x), *(other(x.to(other.weight.dtype)) for other in self.others)]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_every_trait_trains_with_some_records_only_on_the_device(name, dtype, update, small_drive, tmp_path):
@@ -340,7 +341,7 @@ def train(model, engine, optimizer, sizes, gauge):
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_records_leave_before_a_larger_batch_and_the_plan_changes_once(num_micro, home, gauge, clock, tmp_path):
@@ -396,6 +397,7 @@ def test_updates_begin_in_the_order_of_the_next_forward_pass(monkeypatch, tmp_pa
     assert begun == [5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first_sizes", [[16] * 4, [16, 64, 16, 16]], ids=["alike", "one that grows"])
 def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, gauge, monkeypatch, tmp_path):
     """Host memory has no place for the sums. Without this, each pass of the first step would read and write them on NVMe."""
@@ -418,7 +420,7 @@ def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, 
         assert len(came) == (1 if first_sizes == sizes[1] else 2), came  # a larger micro-batch makes sums leave, then some return
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "seconds, steps_back",
     [
@@ -451,6 +453,7 @@ def test_a_division_that_makes_steps_longer_is_undone(seconds, steps_back, gauge
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("after, count", [([20.0, 20.0, 9.0, 9.5, 10.0, 12.0, 15.0], 1), ([20.0, 10.0, 20.0, 20.0, 20.0], 0)])
 def test_an_undone_division_comes_back_if_steps_without_it_are_longer(after, count, gauge, clock, tmp_path):
     """The second step without the division decides. The division that comes back is not on trial."""

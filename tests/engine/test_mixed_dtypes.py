@@ -119,7 +119,7 @@ def reference(make, steps, every=1):
     return model, optimizer
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_each_parameter_trains_in_its_own_dtype(update, place, tmp_path):
@@ -148,6 +148,7 @@ def test_the_frozen_base_may_be_fp8(tmp_path):
         assert frozen and all(chunk.record.nbytes < chunk.record.numel + 4096 for chunk in frozen)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_gradients_of_micro_batches_add_up_in_fp32(by_layer, tmp_path):
     plain, optimizer = reference(Model, 3, every=3)
@@ -226,6 +227,7 @@ def test_autocast_to_the_main_dtype_is_as_in_plain_pytorch(tmp_path):
             model(batch(0))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_a_checkpoint_keeps_every_dtype(moments, tmp_path):
     options = {"dtype": "bf16", "optimizer_state_dtype": moments}

@@ -64,7 +64,7 @@ WAYS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("delays", ["none", "lane"])
 @pytest.mark.parametrize("way", WAYS)
 def test_two_jobs_give_the_bits_of_one(way, delays, advanced, tmp_path):
@@ -146,7 +146,7 @@ def _unchanged(param):
         param.add_(0)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", BETWEEN)
 def test_calls_between_the_two_jobs_see_the_whole_update(what, tmp_path):
     """Each job of the update lane is slow, and the call comes right after step()."""
@@ -196,6 +196,7 @@ def test_an_error_in_a_second_job_reaches_the_program(monkeypatch, tmp_path):
         train(model, optimizer, steps=2, first=1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [

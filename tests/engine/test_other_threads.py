@@ -146,6 +146,7 @@ def test_other_threads_may_not_read_or_change_the_state_during_training(tmp_path
         infinity.save(saved, model, optimizer, wait=False).wait()
 
 
+@pytest.mark.long
 def test_another_thread_may_train_after_the_first_one_has_ended(tmp_path):
     with training(linears, tmp_path / "swap", **SETTINGS) as (model, engine, optimizer):
         assert elsewhere(lambda: step(model, optimizer, 0)) is None
@@ -202,6 +203,7 @@ def test_each_checkpoint_of_another_thread_is_of_one_step_or_refused(tmp_path):
             assert known[digest(engine, model)] == found.step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{}, SETTINGS, SETTINGS | {"update": "deferred"}])
 def test_the_second_of_two_simultaneous_passes_is_refused(settings, tmp_path):
     def evaluate():
@@ -241,6 +243,7 @@ def test_the_second_of_two_simultaneous_passes_is_refused(settings, tmp_path):
     assert_same_states(states[1], states[0], "with refused evaluations")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["offload", "init"])
 def test_a_notebook_cell_may_run_again_without_close(how, tmp_path):
     """Until the cell assigns a name again, the name refers to an object of the previous run. The directory is the same."""

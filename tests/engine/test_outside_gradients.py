@@ -132,7 +132,7 @@ def by_hand_and_by_backward_in_turn(model, optimizer):
     looked_at(model, optimizer)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "program",
@@ -271,6 +271,7 @@ def set_on_each_rank(folder, update):
         return weights(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_ranks_take_the_mean_of_gradients_that_the_program_sets(update, world, tmp_path):
     torch.manual_seed(0)
@@ -327,6 +328,7 @@ def delete_one_by_one(model, optimizer):
         del param.grad
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("drop", [drop_by_optimizer, drop_by_model, drop_one_by_one, delete_one_by_one], ids=lambda drop: drop.__name__)
 def test_gradients_may_be_dropped_before_forward_or_backward(drop, place, tmp_path):
@@ -343,6 +345,7 @@ def test_gradients_may_be_dropped_before_forward_or_backward(drop, place, tmp_pa
     assert_as_plain(program, tmp_path, **PLACES[place])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dropped", [0, 1], ids=["none dropped", "one dropped"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_backward_pass_that_would_add_to_the_last_step_is_refused(place, dropped, tmp_path):
@@ -395,6 +398,7 @@ def note_all(model, found):
     return [torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: found.extend(grads))]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("when", ["before the engine", "before the optimizer", "after the optimizer", "in the second step"])
 @pytest.mark.parametrize("register", [note_accumulated, note_each, note_all], ids=lambda register: register.__name__)
 def test_hooks_get_the_gradients_of_plain_pytorch(register, when, tmp_path):

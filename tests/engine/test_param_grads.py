@@ -69,7 +69,7 @@ def twice(model, bound):
     return nn.utils.clip_grad_norm_(model.parameters(), bound)
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bound", [1e-3, 0.02, math.inf])
 @pytest.mark.parametrize("clip", CLIPS)
@@ -247,6 +247,7 @@ def clipped(folder, bound):
         return norms, model.state_dict()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bound", [0.5, math.inf])
 def test_two_ranks_have_the_norm_and_clipping_of_one_process(world, tmp_path, bound):
     torch.manual_seed(0)

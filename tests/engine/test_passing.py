@@ -202,7 +202,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "program, mode", [pytest.param(p, m, id=f"{p.__name__}-{m}") for p, modes in PROGRAMS.items() for m in modes]
@@ -281,7 +281,7 @@ def values_of(program, mode, directory, config):
     return values
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["roomy", "nvme"])
 @pytest.mark.parametrize("program, mode", [(two_that_play_against_each_other, "plain"), (a_frozen_teacher, "perceptual")])
 def test_gradients_pass_through_frozen_models_on_two_ranks_as_on_one(program, mode, place, two_ranks, one_thread, tmp_path):

@@ -47,7 +47,7 @@ def run(seed, by_layer, directory):
         return losses, states_of(engine, model)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(100))
 def test_a_random_model_trained_layer_wise_has_the_bits_of_the_loop(seed, tmp_path):
     expected_losses, expected = run(seed, False, tmp_path)

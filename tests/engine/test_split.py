@@ -94,6 +94,7 @@ def test_any_choice_of_updates_that_are_put_off_has_the_same_bits(kind, dtype, t
             assert len(set(put_off)) >= LAYERS / 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("changes", [{"residency": "auto", "host_memory": "700KiB"}, {"compression": "on"}, {"optimizer_state_dtype": "bf16"}], ids=str)
 def test_updates_put_off_in_other_placements_have_the_same_bits(changes, tmp_path):
     config = {"dtype": "bf16"} | changes
@@ -145,6 +146,7 @@ def test_updates_are_put_off_while_earlier_updates_hold_the_slots(tmp_path):
         assert [chunk.num_changes - number for chunk, number in zip(chunks, before)] == [2] * len(chunks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_more, puts_off", [(0, False), (8, True)])
 def test_no_update_is_put_off_with_only_the_fewest_gradient_slots(num_more, puts_off, tmp_path):
     config = NVME | {"chunk_mib": 1 / 16, "update": "backward"}
@@ -159,6 +161,7 @@ def test_no_update_is_put_off_with_only_the_fewest_gradient_slots(num_more, puts
         assert bool(put_off) == puts_off
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("crowded", [[True], [False, True]], ids=str)
 def test_refusals_do_not_depend_on_the_updates_that_are_put_off(crowded, tmp_path):
     with training(stack, tmp_path, update="backward", **SIZES | NVME) as (model, engine, optimizer):

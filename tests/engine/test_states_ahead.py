@@ -37,6 +37,7 @@ def expected(tmp_path):
         return states_of(engine, model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("residency", ["auto", "none"])
 def test_the_backward_pass_reads_the_states_of_the_first_updates(residency, expected, tmp_path):
     found = []
@@ -70,7 +71,7 @@ def test_few_slots_and_slow_drives_change_no_bit(num_slots, delays, expected, mo
         assert_same_states(states_of(engine, model), expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["evaluation", "load", "dropped gradients", "changed weight"])
 def test_states_that_are_read_ahead_stay_true(what, tmp_path):
     """After the states are read, the program evaluates, loads a checkpoint, drops gradients or changes a weight."""
@@ -102,6 +103,7 @@ def test_states_that_are_read_ahead_stay_true(what, tmp_path):
     assert_same_states(run(tmp_path / "a", **ON_NVME), run(tmp_path / "b", param_tier="host", optimizer_state_tier="host"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_steps_of_several_micro_batches_read_ahead_too(by_layer, tmp_path):
     def run(folder, **config):

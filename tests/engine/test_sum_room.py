@@ -98,6 +98,7 @@ def test_more_micro_batches_write_hardly_more_in_the_first_step(capacity, gauge,
     assert many[0] <= 1.5 * few[0], (few, many)
 
 
+@pytest.mark.long
 def test_more_micro_batches_write_hardly_more_in_later_steps(gauge, tmp_path):
     """The first sums have places in host memory. The last sums use memory that activations have freed. A few sums go to NVMe."""
     gauge.capacity = 1500 << 10
@@ -112,7 +113,7 @@ def test_the_sum_of_a_tied_weight_uses_memory_that_activations_have_freed(gauge,
     assert max(many[1:]) <= 1.2 * min(few[1:]), (few, many)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("capacity", [1500, 1900, 2500])
 @pytest.mark.parametrize("make", [chain, Tied])
 def test_results_are_those_of_the_ordinary_loop(make, capacity, gauge, tmp_path):

@@ -309,6 +309,7 @@ def test_a_long_trace_keeps_its_last_steps(tmp_path, capsys):
     assert f"not in the trace: the {trace.num_left_out:,} oldest events" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_traces_of_all_ranks_are_in_one_file(tmp_path):
     source = """
         import sys, torch, torch.distributed as dist

@@ -44,6 +44,7 @@ def epoch(accelerator, model, optimizer, loader, scheduler, bound=1.0):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bound", [0.1, 1.0])
 @pytest.mark.parametrize("micros", [1, 3])
 @pytest.mark.filterwarnings("error:.*lr_scheduler")

@@ -46,6 +46,7 @@ def check_losses(name, folder, monkeypatch):
     assert torch.tensor(found).isfinite().all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_losses_equal_those_of_the_twin(name, tmp_path, monkeypatch):

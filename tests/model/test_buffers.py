@@ -47,6 +47,7 @@ def taken(how, config, prepare=lambda model: None):
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_an_fp32_batch_norm_is_refused_and_both_remedies_work(dtype, how, tmp_path):

@@ -293,12 +293,14 @@ def with_elements(model):
     return [p for p in model.parameters() if p.numel() and p.requires_grad]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_unusual_parameters_train_to_the_bits_of_plain_pytorch(kind, tmp_path):
     """Runs with the least device memory. Exception: the least size does not count a returned view that another op uses."""
     train_both(KINDS[kind], tmp_path, groups=with_elements, device_memory="auto" if kind == "returned_a_view" else LEAST)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w[:1], lambda w: w.expand(2, H, H), lambda w: w.detach()])
 def test_a_view_returned_by_a_module_outlives_later_ops(view, tmp_path):
     """The storage must stay while the caller holds the view."""
@@ -488,13 +490,14 @@ def add_buffers(model):
 CHANGES = [tie, replace_parameter, register_parameter, replace_module, add_module, remove_module, wrap_module, swap_modules]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("change", [*CHANGES, add_buffers], ids=lambda change: change.__name__)
 def test_a_model_changed_after_the_start_trains_as_in_plain_pytorch(change, tmp_path):
     """Parameters outside the optimizer get gradients and are not updated."""
     train_both(mlp, tmp_path, edit=at(2, change), device_memory="auto")
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("part", ["layers.0", "layers.1", "layers.1.bias"])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -611,6 +614,7 @@ def parametrize_layer(model):
 EDITS = [initialise, reset, load, load_some, interpolate, prune_layer, parametrize_layer]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 def test_gathered_parameters_are_changed_as_in_plain_pytorch(edit, tmp_path):
     def gathering(model, step, gathered):
@@ -739,6 +743,7 @@ def of_an_output(model):
 HOOKS = [halve, before_forward, first_before_forward, after_forward, of_the_root, before_backward, after_backward, of_an_output]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
 def test_hooks_see_weights_and_change_values_and_gradients(hook, started, tmp_path):
@@ -818,6 +823,7 @@ def recomputed_reentrant(model, step):
 CALLS = [submodules, a_half_and_the_rest, twice, on_its_own_output, evaluated_between, recomputed, recomputed_reentrant]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_unusual_calls_train_to_the_bits_of_plain_pytorch(call, update, tmp_path):
@@ -880,6 +886,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_each_kind_of_checkpoint_has_the_bits_of_plain_pytorch(kind, tmp_path):
     train_both(blocks(CHECKPOINTS[kind]), tmp_path, device_memory="auto" if "by_name" in kind else LEAST)
@@ -928,6 +935,7 @@ class Keeper(nn.Module):
         return x @ self.weight
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.data, lambda w: w.detach().numpy(), lambda w: w[1:]])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_view_kept_by_the_program_can_be_read_at_any_time(place, view, tmp_path):
@@ -973,7 +981,7 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", CONVERSIONS)
 @pytest.mark.parametrize("place", PLACES)
 def test_another_dtype_or_device_is_refused_before_any_copy(place, change, tmp_path):
@@ -988,6 +996,7 @@ def test_another_dtype_or_device_is_refused_before_any_copy(place, change, tmp_p
             model.to_empty(device="cpu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_conversion_to_the_same_dtype_and_device_changes_nothing(place, tmp_path):
     """This also holds between step() and zero_grad(), when param.grad stands for gradients that have left."""
@@ -1121,7 +1130,7 @@ def train_on_ranks(case, directory):
     train_both(make, directory, **options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_train_to_the_bits_of_plain_pytorch(case, world, tmp_path):
     world().run(train_on_ranks, case, tmp_path)
@@ -1154,6 +1163,7 @@ class CastsChild(nn.Module):
         return nn.functional.linear(self.first(x).to(weight.dtype), weight).float()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 def test_a_parent_may_cast_the_weight_of_a_child(cast, tmp_path):
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()

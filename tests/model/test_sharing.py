@@ -142,7 +142,7 @@ def built_inside(make, config):
     return model
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("way", [*ONE_PARAMETER, *SHARED, *STALE], ids=lambda way: way.__name__)
 def test_shared_memory_is_refused_with_the_line_to_write(way, taken, tmp_path):
@@ -217,7 +217,7 @@ def made(dim, whole):
     return kind(build, run)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("dim", [0, 1])

@@ -49,6 +49,7 @@ def other(make=mlp):
 # state_dict
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("make", [mlp, tied_module])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", PLACES)
@@ -124,6 +125,7 @@ def test_a_state_dict_between_an_updating_backward_and_step_raises(tmp_path):
 # load_state_dict
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("when", ["before the optimizer", "before the first step", "after steps"])
 @pytest.mark.parametrize("place", PLACES)
@@ -220,6 +222,7 @@ USES = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_every_use_of_a_gradient_that_has_left_raises(update, use, tmp_path):
@@ -421,6 +424,7 @@ def test_a_copy_of_a_model_is_refused(started, tmp_path):
             copy.deepcopy(model)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype, master", [("bf16", "residual"), ("fp16", "master")])
 @pytest.mark.parametrize("then", ["load_state_dict", "write_weight", "save"])
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])

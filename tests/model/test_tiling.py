@@ -323,6 +323,7 @@ LABELS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("labels", LABELS)
 @pytest.mark.parametrize("head", ["linear", "1 tiles", "3 tiles", "50 tiles"])
@@ -596,7 +597,7 @@ TILINGS = {  # configuration, number of tiles per large layer
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"tie": True}, {"head_loss": True}], ids=str)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("built", ["init", "offload"])
@@ -628,6 +629,7 @@ def test_without_tiling_the_same_budget_is_refused(tmp_path):
             pass
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [0, 1 << 30])
 def test_layers_tiled_after_init_have_the_plain_models_values(window, tmp_path):
     def make():
@@ -678,6 +680,7 @@ def backward(model, optimizer):
     optimizer.zero_grad()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])
 def test_the_peak_on_the_device_is_a_tile_and_its_gradient(factor, update, tmp_path):

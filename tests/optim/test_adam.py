@@ -157,6 +157,7 @@ def spelled_out(shard):
     return expected
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
@@ -164,6 +165,7 @@ def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("isa", _adam.isas())
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[2]], ids=lambda layout: "-".join(map(str, layout)))
 @pytest.mark.parametrize("values", [hard_values, faint_values, faint_vectors])
@@ -193,6 +195,7 @@ def test_only_a_decoupled_update_changes_weights_and_moments_separately():
         adam_moments((shard.momentum, shard.variance), shard.grad, scalars)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["split", "dithered"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_update_of_a_range_changes_only_that_range(variant, form):
@@ -220,6 +223,7 @@ def test_all_pairs_of_special_values_give_the_right_bits(layout, isa):
     assert shard.clone().update(isa=isa).equals(spelled_out(shard))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_denormals_from_any_operation_are_kept(layout, variant):
@@ -271,6 +275,7 @@ def test_flushing_never_shows_in_the_result(scalars, momentum, variance, grad, i
     assert all(map(torch.equal, *states))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("threads", [0, 1, 2, 3, 16])
 def test_the_number_of_threads_changes_no_bit(threads):
     shard = Shard(1_000_003, ("split", torch.bfloat16, True))

@@ -85,7 +85,7 @@ class Clipped(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("place", [NVME, HOST, DEVICE, {}], ids=["nvme", "host", "device", "auto"])
@@ -121,6 +121,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_average_has_the_same_fp32_bits_in_every_tier(format, tmp_path):
     found, how = {}, FORMATS[format]
@@ -142,6 +143,7 @@ def test_the_average_has_the_same_fp32_bits_in_every_tier(format, tmp_path):
             assert_same_bits(value, found["nvme"][name], f"{place} {name}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format", ["bf16", "no-master", "fp16"])
 def test_an_evaluation_with_the_average_leaves_all_bits(format, tmp_path):
     for place in (NVME, DEVICE):

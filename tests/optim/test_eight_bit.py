@@ -195,7 +195,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
     expected, states = trained(tmp_path, **DEVICE | KINDS[kind])

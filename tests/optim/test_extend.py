@@ -158,6 +158,7 @@ def test_a_rule_of_matrices_trains_a_coded_format(tmp_path):
     assert losses[DTYPE] == pytest.approx(losses["bf16"], rel=0.05)
 
 
+@pytest.mark.long
 def test_a_coded_format_trains_like_bf16(tmp_path):
     losses = {}
     for dtype in ("bf16", DTYPE):
@@ -266,6 +267,7 @@ def test_adafactor_trains_as_torchs_adafactor(tmp_path):
     assert sum(chunk.record.moments_nbytes for chunk in states) < sum(chunk.record.numel for chunk in states)  # AdamW: 8 bytes an element
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_factored_moments_train_weights_in_bf16(moments, tmp_path):
     losses = {}
@@ -303,6 +305,7 @@ class ScheduleFree(torch.optim.Optimizer):
 SCHEDULE = {"lr": 1e-2, "weight_decay": 0.05}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["nvme", "auto"])
 def test_schedule_free_adamw_trains_and_evaluates_as_its_paper_says(place, tmp_path):
     torch.manual_seed(0)

@@ -102,7 +102,7 @@ def expanded(model, name):
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CODES)
 def test_adapters_train_over_a_quantised_base(name, place, tmp_path):

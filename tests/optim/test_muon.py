@@ -121,7 +121,7 @@ def trained(directory, *, steps=4, make=tiny_gpt, options=None, **config):
         return losses, states_of(engine, model)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -263,6 +263,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             gpt_step(model, optimizer, 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", ["gpt", "uneven"])
 def test_two_ranks_save_and_one_rank_resumes(make, worlds, tmp_path):
     expected = worlds(2).run(train_on_ranks, make, tmp_path, tmp_path / "checkpoint")

@@ -56,6 +56,7 @@ def test_a_state_dict_without_moments_says_so_and_names_infinity_save(tmp_path):
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_state_dict_after_a_save_refers_to_the_checkpoint(tmp_path, wait):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):

@@ -156,6 +156,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_fp16_gradients_match_fp32_for_every_kind_of_call(way, tmp_path):
     found = {}
@@ -299,6 +300,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
         assert variance.double().mean().item() == pytest.approx(exact.mean().item(), rel=0.01)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compression, expected", [("off", 8.0), ("auto", 4 + 4 / 3)])
 def test_bf16_moments_write_8_bytes_a_parameter_or_a_third_less_late(compression, expected, tmp_path):
     from test_engine import traffic, traffic_gpt

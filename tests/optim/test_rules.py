@@ -55,7 +55,7 @@ def test_a_shard_has_the_same_bits_for_all_parts(name, dtype, moments):
     assert not torch.equal(whole["weight"], shard(rule, dtype, moments_dtype, numel)["weight"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.8, "dampening": 0.5}])
 def test_sgd_trains_as_torch_optim_does(options, tmp_path):
     options = {"lr": 0.05, "weight_decay": 0.01} | options

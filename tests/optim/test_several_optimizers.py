@@ -78,6 +78,7 @@ def trained(make_optimizer, directory, *, steps=4, options=None, by_layer=False,
 # ---- the bits of one optimizer ----
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("places", [NVME, HOST, DEVICE], ids=["nvme", "host", "device"])
 @pytest.mark.parametrize(
     "config",
@@ -233,6 +234,7 @@ def backward(model, step):
     return loss
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1], ids=["own chunks", "one chunk for both"])
 @pytest.mark.parametrize("order", ["zero_grad before step", "zero_grad after step"])
 @pytest.mark.parametrize("places", [NVME, NVME | {"compression": "on"}, HOST, DEVICE], ids=["nvme", "compressed", "host", "device"])
@@ -263,6 +265,7 @@ def test_zero_grad_without_step_skips_the_step(dtype, places, order, chunk_mib, 
         assert_equals_reference(engine, model, plain_model, reference)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_skips_and_added_groups_fit_updates_that_are_announced(dtype, tmp_path):
     """Without room in memory, most updates of a step run in the next forward pass, with the groups of their own step."""
@@ -449,6 +452,7 @@ def test_the_engine_starts_with_the_optimizer_that_completes_the_cover(tmp_path)
         }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("call", ["model", "stats", "describe", "step", "accumulate", "save"])
 def test_a_part_of_the_parameters_is_trained_alone(call, tmp_path):
     """The engine starts with the first call that needs it. All other parameters stay."""
@@ -601,6 +605,7 @@ def run_and_save(directory, path, *, make=muon_and_adamw, with_optimizer=lambda 
         return [gpt_step(model, optimizer, step) for step in (2, 3)], states_of(engine, model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("saver, loader", [(one_muon, muon_and_adamw), (muon_and_adamw, one_muon)])
 def test_a_checkpoint_of_both_is_that_of_one_muon(saver, loader, tmp_path):
     def given(optimizer):
@@ -615,6 +620,7 @@ def test_a_checkpoint_of_both_is_that_of_one_muon(saver, loader, tmp_path):
         assert_same_states(states_of(engine, model), states)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 64])
 def test_a_checkpoint_of_both_resumes_with_the_same_bits(chunk_mib, tmp_path):
     expected, states = run_and_save(tmp_path / "swap", tmp_path / "saved", with_optimizer=lambda both: list(both.optimizers))

@@ -20,6 +20,7 @@ from infinity.plan.record import STATES, record_layout
 from infinity.plan.schedule import Read, ReadStates, plan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", range(3))
 def test_slots_which_may_differ_by_rank_change_reads_alone(block):
     """In 3,000 random plans, gathers, reductions, copies and evictions come at the same ops for all numbers of slots."""
@@ -40,6 +41,7 @@ def test_slots_which_may_differ_by_rank_change_reads_alone(block):
     assert num_that_read_otherwise > 300
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", range(3))
 def test_ranks_have_the_same_room_on_the_device(block):
     """A planned copy without room is skipped together with the gather, so the room must be equal. The last rank has the smallest shards."""

@@ -296,6 +296,7 @@ def test_random_layouts_keep_all_invariants(seed):
             assert shard_of[first] == shard_of[last]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_each_element_is_covered_exactly_once(seed):
     rng = random.Random(1000 + seed)

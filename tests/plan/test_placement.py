@@ -583,7 +583,7 @@ def test_all_records_are_in_host_memory_if_they_fit_with_gradients(device, once_
     assert updated <= 4.7 and moved == homes == 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case, most_updated, most_moved, most_homes",
     [
@@ -630,6 +630,7 @@ def test_the_chunk_size_follows_the_budgets(tmp_path):
     assert chosen(tmp_path, num=4, size=1000)[1] < 40
 
 
+@pytest.mark.long
 def test_the_chosen_chunk_size_fits_the_room_on_nvme_if_any_does():
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
 
@@ -672,6 +673,7 @@ MODES = [
 ]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])

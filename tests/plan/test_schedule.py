@@ -284,6 +284,7 @@ class Player:
             assert all(self.table.after(span, self.position) <= horizon for span in idle), "a span that no stage needs must be evicted"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("block", range(8))
 def test_every_plan_keeps_its_promises(block):
     for seed in range(100 * block, 100 * block + 100):

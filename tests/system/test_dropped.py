@@ -138,6 +138,7 @@ def test_a_program_without_close_succeeds_and_leaves_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_a_model_dropped_during_its_save_ends_after_the_save(update, tmp_path):
     """The engine ends at once: the closing thread runs the announced updates, and the training thread waits for them."""
@@ -157,6 +158,7 @@ def test_a_model_dropped_during_its_save_ends_after_the_save(update, tmp_path):
         assert infinity.load(tmp_path / "saved", other, infinity.AdamW(other.parameters())).step == 2
 
 
+@pytest.mark.long
 def test_objects_dropped_by_engine_threads_close_before_process_exit():
     source = """
     import threading, time

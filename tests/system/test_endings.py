@@ -225,13 +225,13 @@ def assert_ended_with_errors(answers, stage, who):
         assert "terminate called" not in output and "gloo" not in output, output
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size, options", [(2, {}), (2, {"slow": True}), (3, {"destroys": True})], ids=str)
 def test_a_successful_program_ends_with_status_0_without_close(nursery, tmp_path, size, options):
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "stage, who, closes",
     [("before", "one", False), ("construction", "one", False), ("backward", "one", True), ("save", "one", False), ("load", "all", False)]
@@ -263,7 +263,7 @@ def test_programs_end_fifty_times_as_they_should(nursery, tmp_path, stage, who, 
 # ---- ranks that leave ----
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size, options", [(2, {"closes": True}), (2, {"barrier": True}), (3, {"fewer": 2})], ids=str)
 def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path, size, options):
     options = {"fewer": 1, **options}
@@ -305,7 +305,7 @@ def assert_killed_is_named(answers, stage, killed, how):
         assert re.search(KILLED[stage], error) and "memory" in error, output
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size, stage", [(2, "construction"), (3, "backward"), (2, "save"), (3, "load")])
 def test_a_killed_rank_is_named_on_all_other_ranks(nursery, tmp_path, size, stage):
     answers = nursery.run(size, tmp_path, stage=stage, kills=True)

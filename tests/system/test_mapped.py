@@ -162,6 +162,7 @@ def resident(tensor):
     return sum(page & 1 for page in pages) * PAGE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reader", ["of files", "of memory"])
 def test_a_large_piece_is_read_completely(tmp_path, reader, older_kernel):
     """For one advice, the kernel reads at most the drive's read-ahead size and largest request."""

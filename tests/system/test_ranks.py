@@ -540,7 +540,7 @@ def branches_reference(bias_on, side_on, world, steps=4):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_gradient_missing_on_one_rank_counts_as_zero(worlds, tmp_path, bias_on, side_on, update):
@@ -605,6 +605,7 @@ def test_the_average_of_weights_has_the_bits_of_one_rank(worlds, tmp_path, place
     assert worlds(2).run(average, tmp_path, **changes) == [alone, alone]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", ["blocks.0", "bias"])
 def test_parameters_can_be_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
     """Some frozen parameters share a chunk with trainable parameters."""
@@ -1156,6 +1157,7 @@ def starting(folder, loser):
         adam.zero_grad()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loser", [0, 1])
 def test_a_rank_that_cannot_start_ends_all_ranks(tmp_path, loser):
     world = World(2, tmp_path)

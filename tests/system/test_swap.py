@@ -86,6 +86,7 @@ def test_the_free_space_counts_for_equal_shares(monkeypatch, tmp_path):
         assert swap_directory.room_nbytes([tmp_path, tmp_path / "a", shared]) == 3 * 4096 * 990 // 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_bytes_come_back(paths, num_paths):
     sizes = [PAGE, MIB, 3 * MIB, 3 * MIB + PAGE, 7 * MIB - PAGE, 12345, 10 * MIB]
@@ -202,6 +203,7 @@ def test_transfers_time_out_and_threads_share_them(paths):
 # ---- failures ----
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("code, remedy", [(errno.EIO, "see dmesg"), (errno.ENOSPC, "free space there")])
 def test_a_failed_stripe_names_path_offset_and_remedy(paths, op, code, remedy):
@@ -721,6 +723,7 @@ def test_sigterm_at_any_moment_of_training_leaves_no_files(paths, num_kills):
         assert (process.returncode, everything_in(*paths)) == (-signal.SIGTERM, []), errors
 
 
+@pytest.mark.long
 def test_a_programs_own_handler_of_sigterm_stays(paths):
     done = run_python(TERMINATED, paths[0], "own")
     assert (done.stdout, done.returncode) == ("begun\nown\ngoes on\n", 0), done.stderr
@@ -755,6 +758,7 @@ def test_many_threads_may_close_at_once(paths):
 # ---- files that grow ----
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 @pytest.mark.parametrize("reserved", [0, 5 * MIB])
 def test_files_grow_after_reserve_and_bytes_come_back(paths, num_paths, reserved):

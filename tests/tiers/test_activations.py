@@ -644,6 +644,7 @@ def jitter(seed, most=0.002):
 
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "budget, to_nvme, on_demand",
     [(4 * N, False, False), (4 * N, True, False), (64 * N, True, False), (64 * N, False, False), (4 * N, False, True)],
@@ -838,7 +839,7 @@ def assert_same_everywhere(make, directory, places=PLACES, **config):
         assert_same_states(got[1], expected[1], place)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RUNS)
 def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, name, dtype):
@@ -846,13 +847,13 @@ def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, n
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=what, options=options, dtype=dtype, **config)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", TRAITS)
 def test_models_of_all_kinds_train_with_the_same_bits(tmp_path, everything_moves, name):
     assert_same_everywhere(TRAITS[name], tmp_path, places=["nvme"], pages=64, moves=None)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_gpt_trains_with_the_same_bits(tmp_path, everything_moves, dtype, checkpointed):
@@ -956,6 +957,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("place", ["device", *PLACES])
 @pytest.mark.parametrize("far", [False, True], ids=["at once", "after it left"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -1108,7 +1110,7 @@ FAULTS = [  # (call, injected result, errno of the SwapError or None if the engi
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):
     call, result, code = fault

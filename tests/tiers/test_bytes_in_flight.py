@@ -25,6 +25,7 @@ def test_bytes_count_once_and_never_twice_or_not_at_all(is_booked):
     assert held == ([64] if is_booked else [0, 64]), "no interval without the bytes"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device_memory", ["96KiB", "256KiB"])
 def test_a_sum_that_has_left_the_device_is_no_longer_counted(device_memory, monkeypatch, tmp_path):
     """The lane that copies the sum to host memory gives its bytes back, and not the training thread at the next segment."""

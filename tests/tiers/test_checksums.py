@@ -238,7 +238,7 @@ def damage_every_read(mode, directory, num_steps):
     return taps[0].told
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_read_of_an_engine_is_checked(mode, tmp_path):
     damage_every_read(mode, tmp_path, 3)

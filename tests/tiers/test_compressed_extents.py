@@ -140,6 +140,7 @@ def spread(depth, width):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_training_beyond_the_planned_room_has_the_same_bits(tmp_path, update, one_thread):
     found = {}

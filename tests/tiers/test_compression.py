@@ -230,6 +230,7 @@ class PlacesOnDrive(OnDrive):
         self.compressor.read(place, buffer).wait()
         return buffer
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_paths", [1, 3])
 def test_a_read_returns_the_written_bytes(paths, num_paths):
     """Many reads and writes at once; new values take more or fewer bytes than the old ones."""
@@ -403,7 +404,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
 # ---- in an engine ----
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "dtype, moments, update",
     [

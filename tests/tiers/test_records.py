@@ -510,6 +510,7 @@ def test_close_with_open_requests_does_not_hang(bench):
 # ---- in an engine ----
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("update_mode", ["backward", "deferred"])
 @pytest.mark.parametrize("op, nth", [("read", 0), ("read", 7), ("write", 0), ("write", 5)])
 def test_a_failing_disk_ends_training_with_a_swap_error(tmp_path, update_mode, op, nth):

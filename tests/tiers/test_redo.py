@@ -120,6 +120,7 @@ class LateOnDrive(OnDrive):
         return self.compressor.read(self.place, buffer, what="chunk 3: "), buffer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_blocks, num_late", [(0, 1), (24, 1), (24, 2)])
 def test_each_read_replays_late_moments_once(tmp_path, num_blocks, num_late):
     with LateOnDrive(tmp_path, num_blocks) as drive:
@@ -339,6 +340,7 @@ def gradients_of(model, step, unused):
     x.float().square().mean().backward()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "host_memory, moments, num_late, written_of_states",
     [("24MiB", "fp32", 1, 2 + (2 * 3.33 + 1.33) / 2), ("64MiB", "fp32", 2, 2 + 2 * 3.33 / 3), ("64MiB", "bf16", 2, 2 + 2 * 1.33 / 3)],
@@ -361,7 +363,7 @@ def test_a_step_writes_the_moments_of_some_chunks(tmp_path, host_memory, moments
         assert sum(steps) / 6 == pytest.approx(1.33 + written_of_states, rel=0.05)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "residency, host_memory, moments, num_late",
     [("none", "16MiB", "fp32", 1), ("auto", "16MiB", "fp32", 1), ("none", "64MiB", "fp32", 2), ("auto", "64MiB", "bf16", 2)],
@@ -418,6 +420,7 @@ def trained(directory, choice, *, change=lambda engine, step: None, **config):
         return states_of(engine, model), [chunk.redo.late if chunk.redo else () for chunk in engine.registry.chunks]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [COMPRESSED, POOLED], ids=["nvme", "memory"])
 def test_a_record_changed_after_its_read_is_written_whole(tmp_path, config, one_thread):
     """The state after an interrupt: the record has changed in its slot and not on NVMe."""
@@ -435,6 +438,7 @@ def test_a_record_changed_after_its_read_is_written_whole(tmp_path, config, one_
     assert_same_states(on, off)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["default dtype", "thread", "drives"])
 def test_late_moments_work_with_other_default_dtypes_threads_and_drives(tmp_path, name, one_thread):
     """Cases: another default dtype, a thread whose default device is meta, and striped bytes."""
@@ -514,6 +518,7 @@ def test_records_on_the_device_keep_no_gradients_in_host_memory(tmp_path, monkey
         assert engine.device_budget.promoted and any(held)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
 def test_memory_of_rejected_coding_buffers_holds_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):
     monkeypatch.setattr("infinity.engine.build.may_compress", lambda *arguments: True)

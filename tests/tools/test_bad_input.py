@@ -468,7 +468,7 @@ def test_impossible_paths_are_refused_by_all_functions(tmp_path, path):
             reshard(tmp_path / "saved", tmp_path / "other", **({"world": 2} | options))
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "settings",
     [

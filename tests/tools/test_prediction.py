@@ -65,7 +65,7 @@ def run(config, checkpointed, steps=9, since=3):
     return nbytes, stats[-1]["peak_device_nbytes"], layout, placement
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "settings",

@@ -30,6 +30,7 @@ def flip_a_byte(file, offset=5):
         os.fsync(opened.fileno())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("nbytes", [4096, 256 << 10, MIB])
 def test_transfers_to_and_from_nvme_use_swap_files_and_are_compared(paths, write, nbytes):

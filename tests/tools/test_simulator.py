@@ -99,6 +99,7 @@ def test_updates_in_the_backward_pass_take_one_job():
     assert play(**options)[-1].busy_seconds == play(**options, moments_follow=True)[-1].busy_seconds
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulates, most", [(False, 1.05), (True, 1.11)])
 def test_updates_that_are_put_off_keep_the_drive_busy_in_forward(accumulates, most, monkeypatch):
     """7 ms a layer: 8 bytes of weights and 8 of states read, 12 written. Forward: 40 % of compute, 1/7 of the bytes if no update is put off."""
@@ -211,6 +212,7 @@ def test_one_link_does_one_thing_at_a_time():
             assert before.end <= after.start + 1e-9
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_small_budgets_never_hang_and_links_are_busy_for_a_step_at_most(seed):
     random_ = random.Random(seed)
