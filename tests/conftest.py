@@ -62,7 +62,14 @@ def _leave_few(items):
 
 
 def _values(item):
-    return [(name, repr(value)) for name, value in item.callspec.params.items()]
+    return [(name, _text(value)) for name, value in item.callspec.params.items()]
+
+
+def _text(value):
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
+        return str(hash(value))
 
 
 def pytest_collection_finish(session):
