@@ -68,8 +68,8 @@ def _values(item):
 def _text(value):
     try:
         return repr(value)
-    except ValueError:  # an integer of more than 4,300 digits
-        return str(hash(value))
+    except ValueError:  # a value with an integer of more than 4,300 digits
+        return f"{type(value).__name__} at {id(value)}"
 
 
 def pytest_collection_finish(session):
