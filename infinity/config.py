@@ -107,8 +107,8 @@ class Config:
     or 6.02 bytes a parameter. 8bit: 8-bit floating-point values, 128 with one scale."""
 
     frozen_dtype: Literal["same", "nf4", "int8", "fp8", "mxfp4"] = "same"
-    """The storage of frozen matrices of hidden layers that compute in bf16: as they are, or quantised, in 4.5, 8.25, 8.25 or 4.25 bits. The copy to
-    the device expands them to bf16. Embeddings, the output layer, vectors and convolutions stay as they are."""
+    """The storage of frozen weights of hidden linear layers that compute in bf16: as they are, or quantised, in 4.5, 8.25, 8.25 or 4.25 bits.
+    The copy to the device expands them to bf16. Embeddings, the output layer, vectors and convolutions stay as they are."""
 
     compression: Literal["auto", "on", "off"] = "auto"
     """Lossless compression of weights and optimizer states on NVMe. off: all bytes move in each step. Otherwise most updates of a bf16 model do

@@ -31,7 +31,7 @@ from infinity.checkpoints.reader import Checkpoint, padded_segments
 from infinity.config import checked_path
 from infinity.engine.access.training_state import ChunkInfo, TrainingState, training_state_of
 from infinity.errors import CheckpointError, ConfigError
-from infinity.formats.format import setting_of
+from infinity.formats.format import Format, setting_of
 from infinity.optim.optimizers import follow_references_by
 from infinity.optim.shard import Shard
 from infinity.sizes import listed
@@ -193,6 +193,12 @@ class _Load:
                 ends = [0, *(begin + numel for begin, _, numel in rows)]
                 if [begin for begin, _, _ in rows] + [math.prod(whole.shape)] != ends and found:
                     self._wrong.append(f"{whole.name} in the checkpoint lacks rows, or has rows twice")
+                block = self._block_of(parameter)
+                if any(begin % block for begin in (parameter.begin, *(begin for begin, _, _ in rows))):
+                    self._wrong.append(
+                        f"{whole.name} has other tiles, whose borders cut blocks of {block} elements with one scale; use the tile_above of the "
+                        f"checkpoint, or export the checkpoint to safetensors and load these files"
+                    )
                 self._sources.append(rows)
             else:
                 self._wrong.append(f"{whole.name} has other tiles along in_features; export the checkpoint to safetensors and load these files")
@@ -206,6 +212,11 @@ class _Load:
     def dtype_of(self, parameter: Parameter) -> str:
         """The name of the storage of a parameter of the engine."""
         return parameter.dtype or self.state.layout.main_storage
+
+    def _block_of(self, parameter: Parameter) -> int:
+        """Elements of a parameter that are stored together; they are counted from the parameter's begin."""
+        format = Format(self.dtype_of(parameter), parameter.trainable, moments_dtype=self.state.config.optimizer_state_dtype)
+        return format.block
 
     def _match_optimizer(self) -> None:
         state, manifest = self.state, self.manifest

@@ -23,8 +23,9 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     """Load a model's weights and buffers from a safetensors file, or from a folder of such files, as Hugging Face models have.
 
     The names in the files are the names of the model's state_dict(). One name of a tied parameter is enough. Values may have any floating
-    dtype; fp32 values become masters. Quantised weights of bitsandbytes (4 bits) and compressed-tensors (int8, fp8,
-    mxfp4) are decoded, and keep their codes as frozen weights of the same `frozen_dtype`. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
+    dtype; fp32 values become masters. Quantised weights of bitsandbytes (4 bits) and compressed-tensors (int8, fp8, mxfp4) are decoded. As
+    frozen weights of the same `frozen_dtype` they keep their codes, if the blocks agree: nf4 of blocks of 64, int8 and fp8 with rows and
+    groups of multiples of 128, mxfp4. Each rank reads only its own slices, a part of a tensor at a time. The moments do not change. Call
     load_safetensors on all ranks. If the model was built in `infinity.init` and has no optimizer yet, the engine reads the files when the
     optimizer is made. Keep the files until then.
 
@@ -36,7 +37,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike, *, strict: bool 
     """
     state = training_state_of(model)
     checked_path(path)
-    files = state.ranks.together(lambda: DecodedFiles(path), undo=DecodedFiles.close)
+    own = {name for name, _ in _entries(model)}
+    files = state.ranks.together(lambda: DecodedFiles(path, own), undo=DecodedFiles.close)
     try:
         sources = state.ranks.together(lambda: _match(model, files, strict))
         state.ranks.together(lambda: _give(state, sources))

@@ -32,7 +32,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -47,16 +47,22 @@ _BLOCKS = frozenset(2**exponent for exponent in range(5, 13))  # sizes of a bloc
 
 
 class DecodedFiles:
-    """The tensors of safetensors files. A quantised weight and its tensors become one tensor of fp32. Arguments, methods, attributes and
-    errors: those of `TensorFiles`."""
+    """The tensors of safetensors files. A quantised weight and its tensors become one tensor of fp32. Methods, attributes and errors: those of
+    `TensorFiles` with the same names.
 
-    def __init__(self, path: str | os.PathLike):
+    own: names of the model's tensors. A weight whose scale the model has itself, such as a weight of a layer that computes in fp8, is not decoded.
+    """
+
+    def __init__(self, path: str | os.PathLike, own: Collection[str] = ()):
         self._files = TensorFiles(path)
         try:
             self.path = self._files.path
-            found = [name.partition(_STATE)[0] for name in self._files.names if _STATE in name]
-            self._quantised: dict[str, _FourBit | _Scaled] = {name: _FourBit(self._files, name) for name in found}
-            self._quantised |= {each.name: each for each in _scaled(self._files)}
+            states: dict[str, list[str]] = {}  # by the name of the weight
+            for name in self._files.names:
+                if _STATE in name:
+                    states.setdefault(name.partition(_STATE)[0], []).append(name)
+            self._quantised: dict[str, _FourBit | _Scaled] = {name: _FourBit(self._files, name, found) for name, found in states.items()}
+            self._quantised |= {each.name: each for each in _scaled(self._files, own)}
         except BaseException:
             self._files.close()
             raise
@@ -77,7 +83,7 @@ class DecodedFiles:
         return self._quantised[name].read(start, numel) if name in self._quantised else self._files.read(name, start, numel)
 
     def scales(self, name: str, storage: str, start: int, numel: int) -> torch.Tensor | None:
-        """The stored scales of elements [start, start + numel), for each block of a storage of frozen weights. None if the file has no such scales."""
+        """The stored scales of elements [start, start + numel), for each block of a storage of frozen weights. None if the file has none."""
         return self._quantised[name].scales(storage, start, numel) if name in self._quantised else None
 
     def close(self) -> None:
@@ -85,12 +91,13 @@ class DecodedFiles:
 
 
 class _FourBit:
-    """One weight: see [Note: 4-bit weights of bitsandbytes]. Raises CheckpointError if its tensors do not fit together."""
+    """One weight: see [Note: 4-bit weights of bitsandbytes]. states: names of the tensors with the JSON text. Raises CheckpointError if its
+    tensors do not fit together."""
 
-    def __init__(self, files: TensorFiles, name: str):
+    def __init__(self, files: TensorFiles, name: str, states: Sequence[str]):
         self.files, self.name = files, name
-        self.parts = {each for each in files.names if each == name or each.startswith((f"{name}{_STATE}", *(f"{name}.{part}" for part in _PARTS)))}
-        state = self._state()
+        self.parts = {name, *states, *(part for each in _PARTS if (part := f"{name}.{each}") in files.names)}
+        state = self._state(states[0])
         self.shape = tuple(state["shape"])
         self.numel, self.block = math.prod(self.shape), state["blocksize"]
         self.is_nested = "nested_blocksize" in state
@@ -129,18 +136,18 @@ class _FourBit:
     def _nested(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.files.read(f"{self.name}.nested_quant_map"), self.files.read(f"{self.name}.nested_absmax")
 
-    def _state(self) -> dict:
-        (name,) = [each for each in self.parts if _STATE in each][:1]
+    def _state(self, name: str) -> dict:
+        """The content of the tensor with the JSON text."""
         info, state = self.files.names[name], None
         if info.nbytes <= _MAX_STATE_NBYTES and not info.dtype.is_floating_point:
             try:
                 state = json.loads(bytes(self.files.read(name).view(torch.uint8).tolist()))
             except (ValueError, RecursionError):
                 pass
-        expected = {"shape": is_sizes, "blocksize": _BLOCKS.__contains__}
+        expected = {"shape": is_sizes, "blocksize": _is_block}
         if isinstance(state, dict) and "nested_blocksize" in state:
-            expected |= {"nested_blocksize": _BLOCKS.__contains__, "nested_offset": lambda value: isinstance(value, float)}
-        wrong = not isinstance(state, dict) or [key for key, is_right in expected.items() if not _answers(is_right, state.get(key))]
+            expected |= {"nested_blocksize": _is_block, "nested_offset": lambda value: isinstance(value, float)}
+        wrong = not isinstance(state, dict) or [key for key, is_right in expected.items() if not is_right(state.get(key))]
         if wrong:
             raise CheckpointError(f"{self.files.path}: {show(name)} does not describe a 4-bit weight of bitsandbytes; download the file again")
         return state
@@ -156,11 +163,8 @@ class _FourBit:
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
 
-def _answers(is_right, value) -> bool:
-    try:
-        return bool(is_right(value))
-    except TypeError:  # a value that no set can contain
-        return False
+def _is_block(value: object) -> bool:
+    return type(value) is int and value in _BLOCKS
 
 
 _TILE = 128  # rows and columns
@@ -169,11 +173,16 @@ _PACKED = {torch.uint8}
 _STORAGE_OF = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 
 
-def _scaled(files: TensorFiles) -> Iterator[_Scaled]:
+_UNSUPPORTED = ("weight_zero_point", "weight_g_idx")
+_OF_ACTIVATIONS = ("input_scale", "output_scale")
+
+
+def _scaled(files: TensorFiles, own: Collection[str]) -> Iterator[_Scaled]:
+    """The weights whose scale is not among the model's own tensors."""
     for name, info in files.names.items():
         base, _, last = name.rpartition(".")
         scale = next((each for part in _SCALES if (each := f"{base}.{part}") in files.names), None)
-        if scale is None:
+        if scale is None or scale in own:
             continue
         if last == "weight" and info.dtype in _STORAGE_OF:
             yield _Scaled(files, name, name, scale, _STORAGE_OF[info.dtype])
@@ -186,7 +195,10 @@ class _Scaled:
 
     def __init__(self, files: TensorFiles, name: str, codes: str, scale: str, storage: str):
         self.files, self.name, self.codes, self.scale, self.storage = files, name, codes, scale, storage
-        self.parts = {codes, scale}
+        base = name.rpartition(".")[0]
+        if wrong := next((part for each in _UNSUPPORTED if (part := f"{base}.{each}") in files.names), None):
+            raise CheckpointError(f"{files.path}: {show(wrong)}: weights with zero points or groups of chosen columns cannot be read")
+        self.parts = {codes, scale, *(part for each in _OF_ACTIVATIONS if (part := f"{base}.{each}") in files.names)}
         self.code = CODES[storage]
         info, of_scale = files.names[codes], files.names[scale]
         self.grid = of_scale.shape if len(of_scale.shape) == 2 else (1, 1) if of_scale.numel == 1 else (0, 0)

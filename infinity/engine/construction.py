@@ -189,7 +189,6 @@ class ConstructionMode(TorchFunctionMode):
         func(tensor, value)
         if id(tensor) in self._present:
             self._note_present(tensor)
-            self._shrink()
         else:
             self._bring_back([tensor])
 

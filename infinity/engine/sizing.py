@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.assignment import ParameterDtypes
 from infinity.formats.format import STORAGES, Format
-from infinity.model.hidden_matrices import hidden_matrices
+from infinity.model.hidden_matrices import hidden_linear_weights
 from infinity.model.leaf_modules import inside_leaves, is_leaf, is_region
 from infinity.optim.rules import AdamRule, Rule, planned_moments, unit_shape
 from infinity.plan import chunk_size, compression
@@ -166,7 +166,7 @@ def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *
 
 def _specs(model: nn.Module, named: Named, config: Config, training: Training) -> list[ParameterSpec]:
     """Name, size and format of each parameter."""
-    matrices = {id(param) for param in hidden_matrices(model)} if config.frozen_dtype in STORAGES else ()
+    matrices = {id(param) for param in hidden_linear_weights(model)} if config.frozen_dtype in STORAGES else ()
 
     @functools.cache  # a model may have 100,000 parameters of few formats
     def format_of(dtype: str, trainable: bool, rule: Rule, moments: tuple[str, ...]) -> Format:
@@ -189,8 +189,9 @@ def _specs(model: nn.Module, named: Named, config: Config, training: Training) -
     used = {spec.format.name for spec in found}
     if config.frozen_dtype in STORAGES and config.frozen_dtype not in used:
         raise ConfigError(
-            f"frozen_dtype={config.frozen_dtype!r}: no matrix of a hidden layer is frozen and computes in bf16. Set requires_grad=False on the "
-            f"base model, as PEFT's get_peft_model does, before the optimizer is made, or leave out frozen_dtype"
+            f"frozen_dtype={config.frozen_dtype!r}: no weight of a hidden linear layer is frozen and computes in bf16. Load the base model with "
+            f"dtype=torch.bfloat16 and without a quantization_config. Set requires_grad=False on it, as PEFT's get_peft_model does, before the "
+            f"optimizer is made"
         )
     return found
 
@@ -212,7 +213,8 @@ class _Cuts:
         is_coded = any(spec.format.is_coded for spec in self.specs)
         if is_coded and any(choice_of(choice) == DEVICE for choice in (config.param_tier, config.optimizer_state_tier)):
             tiers = "param_tier='device' or optimizer_state_tier='device'"
-            raise ConfigError(f"{tiers} with a coded dtype: coded weights live in host memory or on NVMe. Use 'host', 'nvme' or 'auto'")
+            coded = ", ".join(sorted({spec.format.name for spec in self.specs if spec.format.is_coded}))
+            raise ConfigError(f"{tiers} with weights in {coded}: coded weights live in host memory or on NVMe. Use 'host', 'nvme' or 'auto'")
         self.needs = Needs(
             on_device=not is_coded,
             weights=choice_of(config.param_tier),

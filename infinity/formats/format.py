@@ -17,9 +17,10 @@ Knows names and sizes of dtypes. Must not know torch, chunks, tiers or ranks.
 #   fp8_e4m3   fp8           weight fp8, frozen only     -
 #   nf4, ...   bf16          codes and scales, frozen only: [Note: quantised weights] in infinity/optim/block_codes.py
 #
-# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A moment "name/n" has one fp32 value for n elements. A frozen parameter has only the segments of the weight. A bf16
-# weight and its residual are one fp32 master: `fp32 bits = (weight bits << 16) + residual`. The last segment is the average of the weight,
-# in fp32 for every storage, if the program keeps one (infinity.EMA).
+# Moments follow behind. An 8-bit moment has two segments: codes, and scales. A moment "name/n" has one fp32 value for n elements. A frozen
+# parameter has only the segments of the weight. A bf16 weight and its residual are one fp32 master:
+# `fp32 bits = (weight bits << 16) + residual`. The last segment is the average of the weight, in fp32 for every storage, if the program keeps
+# one (infinity.EMA).
 
 from __future__ import annotations
 
@@ -126,7 +127,10 @@ def storage_of(dtype: str, master: str, *, trainable: bool = True, frozen: str =
 
 def setting_of(storage: str) -> str:
     """The storage as the fields of the configuration give it, for messages."""
-    return f"dtype='bf16' and master='none'" if storage == ROUNDED else f"dtype={storage!r}"
+    if storage == ROUNDED:
+        return "dtype='bf16' and master='none'"
+    field = "frozen_dtype" if STORAGES[storage].is_coded and not STORAGES[storage].trains else "dtype"
+    return f"{field}={storage!r}"
 
 
 def trainable_names() -> tuple[str, ...]:
@@ -138,10 +142,10 @@ def trainable_names() -> tuple[str, ...]:
 class Format:
     """The format of a parameter, and of the chunks that hold the parameter. See [Note: formats].
 
-    name: of the storage. moments: names of the optimizer's states, with "/n" for one value for n elements. moments_dtype: "fp32", or "bf16" or "8bit" with stochastic rounding, which
-    only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several backward passes add up, in fp32. unit:
-    the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a frozen parameter. averaged: the record has
-    the average of the weights over the steps.
+    name: of the storage. moments: names of the optimizer's states, with "/n" for one value for n elements. moments_dtype: "fp32", or "bf16" or
+    "8bit" with stochastic rounding, which only parameters in the storages "bf16" and "bf16_rounded" have. accumulates: gradients of several
+    backward passes add up, in fp32. unit: the elements that no shard cuts, see [Note: units of a rule] in optim/rules.py; "element" for a
+    frozen parameter. averaged: the record has the average of the weights over the steps.
     """
 
     name: str

@@ -13,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from infinity.model.tiled_layers import Tiled, TiledEmbedding, TiledLinear
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag, TiledEmbedding)
+_GPT2_LINEAR = "Conv1D"  # of transformers: a linear layer whose weight is transposed
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -23,6 +24,15 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     others = {id(param) for module in _other_modules(model) for param in module.parameters()}
     shapes = ((param, param.dim(), id(param) in others) for param in model.parameters())
     return [param for param, dim, is_other in shapes if not is_other and (dim == 2 or (dim == 3 and param.shape[0] > 1))]
+
+
+def hidden_linear_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of linear layers among the `hidden_matrices`, and stacks of matrices, such as the weights of experts.
+
+    Other parameters of two dimensions may be biases of experts, or numbers whose exponential a layer computes.
+    """
+    linear = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear) or type(module).__name__ == _GPT2_LINEAR}
+    return [param for param in hidden_matrices(model) if id(param) in linear or (param.dim() == 3 and param.shape[1] > 1)]
 
 
 def _other_modules(model: nn.Module) -> Iterator[nn.Module]:

@@ -85,7 +85,9 @@ class BlockCode:
             self.decode(bytes_, scale, old)
             changed = self._blocks(new != old).any(1)
             blocks = self._blocks(new)
-            new_scale = self._scales(blocks) if known is None else known[begin // block : -(-end // block)]
+            new_scale = self._scales(blocks)
+            if known is not None:  # not for blocks with NaN, for which a table may have no code
+                new_scale = torch.where(blocks.isfinite().all(1), known[begin // block : -(-end // block)], new_scale)
             new_bytes = self._codes(blocks, new_scale)
             scale.copy_(torch.where(changed, new_scale, scale))
             each = changed.repeat_interleave(block // self.per_byte)[: bytes_.numel()]
@@ -97,13 +99,14 @@ class BlockCode:
         if not self.has_power_scale:
             return largest / self.sorted[-1]
         top = math.frexp(self.sorted[-1])[1]
-        return (torch.frexp(largest).exponent - top + _E8M0_BIAS).clamp(0, len(_E8M0) - 2).to(torch.uint8)
+        codes = (torch.frexp(largest).exponent - top + _E8M0_BIAS).clamp(0, len(_E8M0) - 2)
+        return torch.where(largest.isfinite(), codes, len(_E8M0) - 1).to(torch.uint8)  # a block with NaN or infinity becomes NaN
 
     def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """fp32 [number, block], [number] -> bytes, 1-D."""
         _, edges, code_of = self.tables(blocks.device)
         factors = self.factors(scales)[:, None]
-        scaled = torch.where(factors > 0, blocks * (1 / factors), 0)
+        scaled = torch.where(factors != 0, blocks * (1 / factors), 0)
         codes = code_of[torch.bucketize(scaled, edges, out_int32=True)].view(-1)
         return codes[::2] << 4 | codes[1::2] if self.per_byte == 2 else codes
 

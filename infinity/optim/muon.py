@@ -134,7 +134,7 @@ class Muon(Optimizer):
 
     def rule_of(self, group):
         has_muon = bool(group["muon"])
-        if any(self._has_muon[id(param)] != has_muon for param in group["params"][:1]):
+        if any(self._has_muon.get(id(param), has_muon) != has_muon for param in group["params"][:1]):
             raise ConfigError(f"'muon': {group['muon']} in a parameter group that began with {not has_muon}: records have the moments of that rule")
         return self.rule if has_muon else self._adamw
 

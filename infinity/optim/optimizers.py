@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from infinity.errors import ConfigError, UsageError
-from infinity.formats.format import STORAGES, scale_name
+from infinity.formats.format import AVERAGE, STORAGES, scale_name
 from infinity.model import tiling
 from infinity.model.parameters import engine_joined, owner_of
 from infinity.optim.loss_scale import LossScale
@@ -35,7 +35,8 @@ REFERENCE = "infinity"  # the key of a state_dict under which the dict names the
 _follow: Callable | None = None  # loads a checkpoint, given (reference, model, optimizer)
 
 _OF_KERNELS = ("foreach", "fused", "capturable", "differentiable")  # arguments of torch's optimizers without effect on the results
-_RESERVED = tuple(dict.fromkeys(segment.name for storage in STORAGES.values() for segment in (*storage.weight, *storage.master)))
+_SEGMENTS = (segment.name for storage in STORAGES.values() if storage.trains for segment in (*storage.weight, *storage.master))
+_RESERVED = tuple(dict.fromkeys((*_SEGMENTS, AVERAGE)))  # no names of moments
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -184,10 +184,14 @@ class RoundedCodec(Codec):
         store_dithered(shard["weight"], values, random)
 
     def exchange(self, shard):
-        """The weight has no room for all bits of the average. The average's segment keeps the lower half of them below the old weight."""
-        new, lower_half = split_master(shard[AVERAGE])
-        shard[AVERAGE].copy_(join_master(shard["weight"].contiguous(), lower_half))
-        shard["weight"].copy_(new)
+        """The weight has no room for all bits of the average. The average's segment keeps the lower half of them below the old weight.
+
+        All numbers are integers here, because some pairs of a weight and a lower half are the bits of NaN.
+        """
+        weight, average = shard["weight"].view(torch.int16), shard[AVERAGE].view(torch.int32)
+        nearest = (average + 0x8000) >> 16
+        average.copy_((weight.int() << 16) + average.to(torch.int16))
+        weight.copy_(nearest)
 
 
 class MasterCodec(Codec):

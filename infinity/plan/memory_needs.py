@@ -90,7 +90,6 @@ class Candidate:
             return sizes
         return sizes | {STATES: tuple(n and n + record.late_gradient[2] for n, record in zip(sizes[STATES], self.records))}
 
-
     def on_nvme(self, sizes: dict[str, tuple[int, ...]], *, late: bool) -> dict[str, tuple[int, ...]]:
         """Bytes of each copy's extent on NVMe. late: with room for a gradient behind the states."""
         codes = self.compression_nbytes > 0

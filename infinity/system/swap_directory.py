@@ -129,6 +129,8 @@ class Directory:
         try:
             os.posix_fallocate(self.file, stripe.offset, stripe.nbytes)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.file, stripe.offset)  # frees the blocks that the filesystem has allocated before the error
             text = f"the swap file cannot grow by {_gib(stripe.nbytes)} ({error.strerror})"
             raise swap_error(error.errno, text, self.file_path) from error
 

@@ -39,7 +39,6 @@ from infinity.plan.compression import PIECE_NBYTES, Region, Section
 from infinity.sizes import round_up
 from infinity.system.lanes import Monitor
 from infinity.system.storage import Extent, StorageTier
-from infinity.system.swap_errors import swap_error
 from infinity.system.waits import waits
 from infinity.tiers.late_moments import RedoLog
 
@@ -128,8 +127,9 @@ class OverflowArea:
             except SwapError:
                 self._add(self._storage.extend(needed))  # the last bytes of a drive
         except SwapError as error:
-            text = f"{what}floats of this record save fewer bytes than planned, and {needed:,} more bytes are needed"
-            raise swap_error(error.errno, f"{text} ({error.strerror})", error.filename) from error
+            text = f"{what}floats of this record save fewer bytes than planned, and {needed:,} more bytes are needed: {error.strerror}"
+            remedy = "compression='off' reserves whole records at the start"
+            raise SwapError(error.errno, f"{text}; or {remedy}", error.filename) from error
 
     def _add(self, extent: Extent) -> None:
         self._extents.append(extent)

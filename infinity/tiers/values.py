@@ -46,6 +46,7 @@ class Values:
         self.updater = updater
         self.tier = tier
         self.ranks = ranks
+        self.last_average: Callable[[], AverageStep | None] = lambda: None  # the average after the last step, if records have one
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
         """The segments of the whole parameter by name, on the CPU, in the dtypes of the record; 8-bit moments in fp32. A segment with one value
@@ -68,7 +69,7 @@ class Values:
         values = {name: torch.cat(parts) for name, parts in found.items()}
         if not weight_only and (format := self.registry.chunks_of(state)[0].record.format).has_coded_moments:
             coded = Shard(format, values)
-            values |= {name: coded.moment(name) for name in format.moments}
+            values |= {name: coded.moment(name) for name in format.moments if "/" not in name}
             values = {name: value for name, value in values.items() if name not in map(scale_name, format.moments)}
         return {name: value.reshape(state.shape) if value.numel() == state.numel else value for name, value in values.items()}
 
@@ -80,6 +81,7 @@ class Values:
             self.updater.finish(chunk)
             self.keep_written(chunk.span)
             with self.shard(chunk, change=True) as shard:
+                self._advance_average(chunk, shard)
                 for piece in chunk.pieces:
                     if piece.param == state.index:
                         part = value[piece.param_start : piece.param_start + piece.numel]
@@ -101,12 +103,14 @@ class Values:
         """Call change(master, moments) for the elements of some parameters in a chunk; see `Optimizer.change_weights`. params: by index. The
         device copy is stale, or the record is on the device."""
         with self._shard_without_copy(chunk) as shard:
+            self._advance_average(chunk, shard)
             for piece in chunk.pieces:
                 if piece.param in params:
                     part = shard.part(piece.start, piece.start + piece.numel)
                     segments = part.format.moment_segments
                     masters = part.masters().clone()
-                    change(masters, {each.name: part.moment(each.name) for each in segments if each.name not in map(scale_name, part.format.moments)})
+                    names = [each.name for each in segments if each.name not in map(scale_name, part.format.moments)]
+                    change(masters, {name: part.moment(name).clone() for name in names})
                     part.put(masters)
         self.updater.take_snapshot(chunk)
 
@@ -126,6 +130,11 @@ class Values:
             self.keep_written(chunk.span)
             with self.shard(chunk, change=True) as shard:
                 advance_average(chunk, shard, step)
+
+    def _advance_average(self, chunk: ChunkState, shard: Shard) -> None:
+        """The program changes weights: bring the average up to the last step with the old ones."""
+        if chunk.record.format.averaged and (step := self.last_average()) is not None:
+            advance_average(chunk, shard, step)
 
     def exchange_average(self, chunk: ChunkState) -> None:
         """Weights and average of a chunk change places. The device copy is stale, or the record is on the device."""
@@ -164,6 +173,7 @@ class Values:
             self.updater.finish(chunk)
             new = chunk.weights_on_device
             with self.shard(chunk, change=True) as shard:
+                self._advance_average(chunk, shard)
                 before_here = before if before is not None else span.snapshot
                 if before_here is None and chunk.on_device:
                     changed = self._parts_of(chunk, written)

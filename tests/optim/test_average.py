@@ -1,6 +1,8 @@
 """infinity.EMA: the averages of torch's AveragedModel in every placement, and weights that the average replaces for an evaluation."""
 
 import contextlib
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import infinity
+from infinity.formats.format import AVERAGE, Format
+from infinity.optim.average import exchange
+from infinity.optim.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -236,3 +241,56 @@ def test_the_average_begins_anew_after_a_checkpoint_without_it(tmp_path):
     with training(Branches, tmp_path / "a", seed=1) as (model, engine, ours):
         infinity.load(tmp_path / "with", model, ours)
         assert_same_states(states_of(engine, model), expected)
+
+
+def test_a_zero_weight_without_a_master_is_zero_after_an_evaluation(tmp_path):
+    """The bits of a weight above the lower half of an average may be those of NaN."""
+    weight = torch.tensor([0.0, -0.0, 1.0, float("nan")], dtype=torch.bfloat16)
+    average = torch.tensor([-1.001, 1.001, 3.3, 2.2])
+    shard = Shard(Format("bf16_rounded", moments=(), averaged=True), {"weight": weight.clone(), AVERAGE: average.clone()})
+    exchange(shard)
+    assert torch.equal(shard["weight"], average.bfloat16())
+    exchange(shard)
+    assert torch.equal(shard["weight"].view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(shard[AVERAGE].view(torch.int32), average.view(torch.int32))
+
+
+def test_an_interrupted_evaluation_leaves_the_weights(tmp_path):
+    with averaging(tmp_path, **NVME) as (model, engine, optimizer, ema):
+        step(model, optimizer, 0)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        handle = next(iter(model.children())).register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt), ema.weights(), torch.no_grad():
+            step(model, SimpleNamespace(step=lambda: None, zero_grad=lambda: None), 1)
+        handle.remove()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        step(model, optimizer, 1)
+
+
+def test_steps_before_a_new_value_count_with_the_old_one(tmp_path):
+    """A branch has no gradient in some steps. Then the program sets its weight."""
+    torch.manual_seed(0)
+    plain = Branches()
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    plain_optimizer = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
+    with averaging(tmp_path, **NVME) as (model, engine, optimizer, ema):
+        for number, branch in enumerate([True, True, False, False, False, None, False]):
+            if branch is None:
+                with torch.no_grad():
+                    plain.sometimes.weight.fill_(1.0)
+                with infinity.gathered(model.sometimes.weight), torch.no_grad():
+                    model.sometimes.weight.fill_(1.0)
+                continue
+            step(plain, plain_optimizer, number, branch)
+            averaged.update_parameters(plain)
+            step(model, optimizer, number, branch)
+        found = ema.state_dict()["sometimes.weight"]
+    assert torch.allclose(found, averaged.module.sometimes.weight, rtol=0, atol=1e-5)
+
+
+def test_a_moment_may_not_be_named_like_the_average():
+    class Wrong(infinity.Rule):
+        moments = ("average",)
+
+    with pytest.raises(infinity.ConfigError, match="average"):
+        infinity.Optimizer([torch.nn.Parameter(torch.zeros(2))], Wrong(), {"lr": 0.1})

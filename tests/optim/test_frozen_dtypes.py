@@ -11,6 +11,7 @@ from torch import nn
 import infinity
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import STORAGES, Format
+from infinity.model.hidden_matrices import hidden_linear_weights
 from infinity.optim.block_codes import CODES
 from infinity.optim.shard import Shard
 
@@ -132,7 +133,7 @@ def test_adapters_train_over_a_quantised_base(name, place, tmp_path):
 
 
 def test_a_quantised_base_needs_frozen_bf16_matrices(tmp_path):
-    with pytest.raises(infinity.ConfigError, match="frozen_dtype='nf4': no matrix of a hidden layer is frozen"):
+    with pytest.raises(infinity.ConfigError, match="frozen_dtype='nf4': no weight of a hidden linear layer is frozen"):
         with training(lambda: nn.Linear(64, 64), tmp_path, dtype="bf16", frozen_dtype="nf4") as (model, _, ours):
             step(model, ours, 0)
     with pytest.raises(infinity.ConfigError, match="frozen_dtype='nf4' with dtype='fp16'"):
@@ -163,3 +164,23 @@ def test_a_quantised_base_resumes_on_other_ranks(worlds, name, saved_on, loaded_
     for states in on(loaded_on, tmp_path, path, name, 1, 1 / 128):
         assert states["1.base.weight"]["weight"].dtype == TORCH_DTYPES[STORAGES[name].weight[0].dtype]
         assert_same_states(states, saved[0])
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", CODES)
+def test_a_block_with_a_value_that_is_not_finite_is_not_finite(name, wrong):
+    values = torch.linspace(-1, 1, 256)
+    values[3] = wrong
+    found = (shard := coded(name, values)).codec.weights(shard)
+    assert not found[3].isfinite() and found[128:].isfinite().all()
+
+
+def test_biases_of_experts_and_numbers_beside_a_layer_are_not_quantised():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.experts = nn.Linear(64, 64, bias=False), nn.Parameter(torch.randn(4, 64, 64))
+            self.biases, self.exponents = nn.Parameter(torch.randn(4, 64)), nn.Parameter(torch.randn(64, 16))
+
+    layer = Layer()
+    assert {id(param) for param in hidden_linear_weights(layer)} == {id(layer.linear.weight), id(layer.experts)}

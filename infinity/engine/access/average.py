@@ -98,18 +98,27 @@ class EMA:
     @uninterrupted
     @torch.no_grad()
     def _exchange_back(self, done: list[int]) -> None:
-        for index in done:
-            self._exchange_in(self._engine.registry.chunks[index])
+        """Put the weights back. An interrupted evaluation has left calls of modules without an end."""
+        self._engine.cycle.end_interrupted()
+        while done:
+            self._exchange_in(self._engine.registry.chunks[done[-1]])
+            done.pop()
         if self._averaging.is_exchanged:
             self._averaging.exchange()
 
     def _exchange_in(self, chunk) -> None:
         self._engine.parameter_values.make_way_for_change(chunk, "ema.weights()")
-        self._engine.values.exchange_average(chunk)
+        try:
+            self._engine.values.exchange_average(chunk)
+        except BaseException as error:  # a part of the chunk may be exchanged: no training may go on
+            self._engine.records.failure.note(error)
+            raise
 
 
+@uninterrupted
 def settle(engine) -> None:
-    """Bring the average of every chunk up to the last step. An announced update does this for its chunk."""
+    """Bring the average of every chunk up to the last step. An update of this step that is announced does this for its chunk."""
+    last = engine.averaging.last_step
     for chunk in engine.registry.chunks:
-        if chunk.record.format.averaged and not chunk.update.is_announced:
-            engine.values.settle_average(chunk, engine.averaging.last_step)
+        if chunk.record.format.averaged and not (chunk.update.is_announced and chunk.update.hyper.average == last):
+            engine.values.settle_average(chunk, last)

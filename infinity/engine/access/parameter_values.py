@@ -56,6 +56,7 @@ class ParameterValues:
         self._dtypes = dtypes
         before, initial, loaded, own = self._indices, self._initial, self._loaded, InitialValues().value
         self._named, self._indices = named, {id(param): index for index, (_, param) in enumerate(named)}
+        self._exact = {key: value for key, value in self._exact.items() if key in self._indices}
         if self._indices == before:
             return
         for name, param in named:
@@ -82,7 +83,7 @@ class ParameterValues:
 
     def initial_value(self, index: int, param: nn.Parameter) -> torch.Tensor:
         exact = self._exact.pop(id(param), None)
-        if exact is not None and torch.equal(exact.to(param.dtype).view(param.shape), param.detach().cpu()):
+        if exact is not None and exact.numel == param.numel() and torch.equal(exact.to(param.dtype).view(param.shape), param.detach().cpu()):
             return exact
         return self._loaded.pop(index) if index in self._loaded else self._initial(index, param)
 

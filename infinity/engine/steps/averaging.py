@@ -47,7 +47,7 @@ class Averaging:
     def exchange(self) -> None:
         self.is_exchanged = not self.is_exchanged
 
-    def refuse_exchanged(self, what: str) -> None:
+    def refuse_exchanged(self, what: str, remedy: str = "Do this after the block") -> None:
         """Raise UsageError inside `with ema.weights()`."""
         if self.is_exchanged:
-            raise UsageError(f"{what} inside `with ema.weights()`: the model has the averaged weights there. Do this after the block")
+            raise UsageError(f"{what} inside `with ema.weights()`: the model has the averaged weights there. {remedy}")

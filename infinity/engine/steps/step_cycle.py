@@ -149,7 +149,7 @@ class StepCycle:
         trains = torch.is_grad_enabled() and any(state.param.requires_grad for state in self._trainable)
         self.forward.count(trains)
         if trains:
-            self.averaging.refuse_exchanged("a forward pass without torch.no_grad()")
+            self.averaging.refuse_exchanged("a forward pass that builds a graph", "Use torch.no_grad() there, or train after the block")
         if trains and self.optimizers and not self.state.num_backwards:
             self.pace.begin()
             self.advice.begin()
