@@ -326,8 +326,6 @@ class Engine(NotAModule, NotCopied):
         self.registry, self.tier, self.arena, self.swap = parts.registry, parts.tier, parts.arena, parts.swap
         self.records, self.gradients, self.updater = parts.records, parts.gradients, parts.updater
         self.values, self.weights, self.course = parts.values, parts.weights, parts.course
-        averaging = self.averaging  # the values must not keep the engine alive
-        self.values.last_average = lambda: averaging.last_step
         self.compressor, self.freed = parts.compressor, parts.freed
         self.events.count_slots = self.records.slots_in_use
         try:

@@ -46,7 +46,11 @@ class Values:
         self.updater = updater
         self.tier = tier
         self.ranks = ranks
-        self.last_average: Callable[[], AverageStep | None] = lambda: None  # the average after the last step, if records have one
+        self._last_average: Callable[[], AverageStep | None] = lambda: None
+
+    def ask_for_average(self, last_average: Callable[[], AverageStep | None]) -> None:
+        """last_average(): the average after the last step, None if records have none."""
+        self._last_average = last_average
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:
         """The segments of the whole parameter by name, on the CPU, in the dtypes of the record; 8-bit moments in fp32. A segment with one value
@@ -133,7 +137,7 @@ class Values:
 
     def _advance_average(self, chunk: ChunkState, shard: Shard) -> None:
         """The program changes weights: bring the average up to the last step with the old ones."""
-        if chunk.record.format.averaged and (step := self.last_average()) is not None:
+        if chunk.record.format.averaged and (step := self._last_average()) is not None:
             advance_average(chunk, shard, step)
 
     def exchange_average(self, chunk: ChunkState) -> None:
