@@ -1,7 +1,8 @@
 """Fine-tuning of transformers' models with clipping, at usual tokens a step: this engine and its peers.
 
     python bench/finetune.py [--model 3b] [--engines infinity,fsdp2,deepspeed,plain] [--micro-batch 4] [--accumulation 1]
-                             [--sequence 4096] [--lengths 256,512,1024,2048] [--clip 1.0] [--curve 8k,16k,32k,64k] [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
+                             [--sequence 4096] [--lengths 256,512,1024,2048] [--clip 1.0] [--curve 8k,16k,32k,64k]
+                             [--rounds 2] [--steps 6] [--limit 300] [--ranks 1]
                              [--optimizer-state-tier nvme] [--device-memory 8GiB] [--host-memory 24GiB] [--compile] [--json FILE] [--plot FILE]
 
 Models have random weights: 1b and 3b have the shapes of Llama 3.2, 8b of Llama 3.1, qwen7b of Qwen2.5-7B. 14b is a Llama with the
@@ -11,14 +12,15 @@ mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.0
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
-infinity with `infinity.accumulate` instead of a loop over micro-batches. muon is infinity with
-`infinity.Muon`. Its losses differ from those of AdamW. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory. DeepSpeed uses NVMe with --param-tier nvme --optimizer-state-tier nvme. Plain
-PyTorch has everything on the device. compute is plain PyTorch without gradients, optimizer states and updates: the time of the passes alone.
-Its losses stay those of the first step.
+infinity with `infinity.accumulate` instead of a loop over micro-batches. muon is infinity with `infinity.Muon`. Its losses differ from those
+of AdamW. FSDP2 and DeepSpeed (ZeRO-3) have everything in host memory. DeepSpeed uses NVMe with --param-tier nvme
+--optimizer-state-tier nvme. Plain PyTorch has everything on the device. compute is plain PyTorch without gradients, optimizer states and
+updates: the time of the passes alone. Its losses stay those of the first step.
 
 Tokens a step are micro-batch x accumulation x sequence, per rank. --curve takes a list of tokens a step ("16k" is 16,384), with
 micro-batches of up to --micro-batch sequences. With --lengths, sequences have each of these lengths for four steps, and then a random one of
-them. The result then says how many times its length's best step the longest step takes. Each round runs each engine with each number of tokens in turn, in separate processes.
+them. The result then says how many times its length's best step the longest step takes. Each round runs each engine with each number of
+tokens in turn, in separate processes.
 Times are those of the steps after the second. A run ends after --limit seconds, the start included. A run that fails or is ended is
 shown as a line with the reason, beside the finished steps. An engine that failed is not tried again with as many tokens. An engine is
 not tried at all if host memory is too small, because such a run can stop the machine. The need was measured with 3.2 B: 19 bytes a

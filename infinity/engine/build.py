@@ -195,7 +195,8 @@ def _read_ahead(named: Named, free_nbytes: int) -> ReadAhead:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The decisions before the first part is built. extents: on NVMe, by kind and chunk. area: for codes that exceed their extents, None if floats are not coded."""
+    """The decisions before the first part is built. extents: on NVMe, by kind and chunk. area: for codes that exceed their extents; None if
+    floats are not coded."""
 
     named: Named
     config: Config

@@ -79,11 +79,11 @@ class Training:
 
     @classmethod
     def of(cls, optimizer, config: Config, *, scales_loss: bool, averages: bool = False) -> Training:
-        """The properties for an optimizer or for joined ones; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
+        """The properties for joined optimizers; for AdamW if there is no optimizer yet. Raises ConfigError as `is_deferred` does."""
         deferred = is_deferred(optimizer, config, scales_loss=scales_loss)
         if not optimizer:
             return cls(deferred=deferred, accumulating=False, averages=averages)
-        rules = {id(param): rule for group in optimizer.param_groups for rule in [optimizer.rule_of(group)] for param in group["params"]}
+        rules = {id(param): rule for group, rule in zip(optimizer.param_groups, optimizer.rules) for param in group["params"]}
         accumulating = optimizer.accumulation_steps > 1
         return cls(deferred=deferred, accumulating=accumulating, rule=optimizer.rule, rules=rules, averages=averages)
 

@@ -8,7 +8,7 @@ Knows torch's dtypes and the parameters of a model. Must not know configurations
 # has a reason: an fp32 router, fp32 norms, fp32 adapters over a bf16 base, an fp8 base. So in such a model no parameter changes its dtype,
 # and the dtype of the configuration is not used.
 #
-# `Config.frozen_dtype` changes the storage of frozen matrices of hidden layers that compute in bf16, and no compute dtype.
+# `Config.frozen_dtype` changes the storage of frozen weights of hidden linear layers that compute in bf16, and no compute dtype.
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ class ParameterDtypes:
         """
         keeps_own = len({param.dtype for _, param in named}) > 1
         names = tuple(_own_dtype(name, param) if keeps_own else default for name, param in named)
-        fills = lambda param: param.numel() % STORAGES[frozen].weight[0].block == 0
-        wanted = (frozen if id(param) in matrices and fills(param) else SAME for _, param in named)
-        names = tuple(
-            storage_of(name, master, trainable=param.requires_grad, frozen=each) for name, (_, param), each in zip(names, named, wanted)
-        )
+        block = STORAGES[frozen].weight[0].block if matrices else 1  # elements of a byte of codes
+
+        def stored(name: str, param: torch.Tensor) -> str:
+            is_coded = id(param) in matrices and param.numel() % block == 0
+            return storage_of(name, master, trainable=param.requires_grad, frozen=frozen if is_coded else SAME)
+
+        names = tuple(stored(name, param) for name, (_, param) in zip(names, named))
         totals: Counter[str] = Counter()
         for name, (_, param) in zip(names, named):
             totals[name] += param.numel()

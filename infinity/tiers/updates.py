@@ -78,14 +78,14 @@ class Updater:
         self.lane = Lane("update", records.failure, "an update")
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock
 
-    def rehearse(self, optimizer) -> None:
+    def rehearse(self, optimizers) -> None:
         """Compile the kernels of a GPU before the first step, while the records are written."""
         device = self.gradients.device
         formats = {chunk.record.format for chunk in self.chunks if chunk.trainable}
 
         def work() -> None:
             with contextlib.suppress(Exception):  # an update will raise the error again
-                rehearse(formats, [(optimizer.rule_of(group), group) for group in optimizer.param_groups], device)
+                rehearse(formats, list(zip(optimizers.rules, optimizers.param_groups)), device)
 
         if device.type == "cuda":
             self.lane.push(work, "the kernels")

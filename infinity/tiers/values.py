@@ -48,8 +48,8 @@ class Values:
         self.ranks = ranks
         self._last_average: Callable[[], AverageStep | None] = lambda: None
 
-    def ask_for_average(self, last_average: Callable[[], AverageStep | None]) -> None:
-        """last_average(): the average after the last step, None if records have none."""
+    def follow_average(self, last_average: Callable[[], AverageStep | None]) -> None:
+        """Bring averages up to date before the program changes weights. last_average(): the average after the last step, None without one."""
         self._last_average = last_average
 
     def read(self, state: ParameterState, *, weight_only: bool = False) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 A run ends with the bytes of an undisturbed run, or in one SwapError that names the failure, the path and the remedy. No file and no thread
 is left. Every accepted budget is enough and is kept. aio_ext/faults.c injects the faults of kernel calls.
+Long because all promises need the same run and the same checks after it.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ def test_an_error_of_the_rehearsal_reaches_nobody(monkeypatch, tmp_path):
     for device in ("cuda", "cpu"):
         with training(tiny_gpt, tmp_path, options={"max_grad_norm": 0.5}) as (model, engine, optimizer):
             engine.gradients.device = torch.device(device)  # only `Updater.rehearse` looks there
-            engine.updater.rehearse(optimizer)
+            engine.updater.rehearse(engine.optimizers)
             engine.updater.drain()
             engine.gradients.device = torch.device("cpu")
             assert len(ran) == 1

@@ -1,4 +1,7 @@
-"""All implementations of the update give the same bits. The split master is exact. The norm does not depend on the order."""
+"""All implementations of the update give the same bits. The split master is exact. The norm does not depend on the order.
+
+Long because each implementation runs the same tests on each kind of record.
+"""
 
 import dataclasses
 import itertools

@@ -1,4 +1,7 @@
-"""Placement: homes under given budgets, the least sufficient budgets, and the bytes that an engine then holds."""
+"""Placement: homes under given budgets, the least sufficient budgets, and the bytes that an engine then holds.
+
+Long because the rules of all tiers decide together, and the tests share the models of these decisions.
+"""
 
 import itertools
 import re

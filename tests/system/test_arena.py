@@ -1,4 +1,7 @@
-"""Regions are aligned, on huge pages, of exact size and private to the process. A slot has one lease at a time; acquire waits."""
+"""Regions are aligned, on huge pages, of exact size and private to the process. A slot has one lease at a time; acquire waits.
+
+Long because regions and slots share one arena, with and without huge pages.
+"""
 
 import contextlib
 import gc

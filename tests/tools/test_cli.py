@@ -1,3 +1,8 @@
+"""The commands of `infinity`: options, settings from files, messages, and exit statuses.
+
+Long because each command runs as a process or in this one, with the same helpers for both.
+"""
+
 import dataclasses
 import json
 import math

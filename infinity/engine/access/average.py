@@ -55,7 +55,7 @@ class EMA:
 
         The begin and the end of the block each read and write all records once, as the updates of a step do. All ranks must enter the block.
         Raises UsageError between backward() and step(), and while a module runs. Inside the block, forward passes need torch.no_grad(). The
-        engine refuses step(), infinity.save, infinity.load and new values of weights there.
+        engine refuses step(), infinity.save, infinity.load, infinity.gathered and new values of weights there.
         """
         self._prepare("ema.weights()")
         done: list[int] = []

@@ -74,7 +74,7 @@ class ParameterValues:
         self.registry, self.values, self.weights = parts.registry, parts.values, parts.weights
         self.cycle, self.calls = cycle, cycle.calls
         averaging = cycle.averaging
-        self.values.ask_for_average(lambda: averaging.last_step)
+        self.values.follow_average(lambda: averaging.last_step)
 
     def trained(self) -> dict[int, str]:
         """Names of the parameters that train now, by id."""

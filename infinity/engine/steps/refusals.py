@@ -145,7 +145,8 @@ def refuse_groups(states: Iterable[tuple[ParameterState, Rule]], layout: Layout)
             )
         planned = planned_moments(rule, state.shape)
         if (format.moments, format.unit) != (planned, rule.unit):
-            here, there = (f"{', '.join(moments) or 'no moments'} by {unit}" for moments, unit in ((format.moments, format.unit), (planned, rule.unit)))
+            pairs = (format.moments, format.unit), (planned, rule.unit)
+            here, there = (f"{', '.join(moments) or 'no moments'} by {unit}" for moments, unit in pairs)
             raise UsageError(
                 f"the record of {state.name} was planned with {here}, and the rule of the new group needs {there}. Give the parameter to an "
                 f"optimizer before the engine starts, or choose a group with the planned moments."
