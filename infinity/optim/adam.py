@@ -138,7 +138,8 @@ def adam_step(
     master itself. A bf16 weight without a residual, beside 8-bit moments, is rounded stochastically. Other moments are fp32, or, with
     `dither` and a split master, bf16 with stochastic rounding ([Note: bf16 moments] in _adam.c). threads: 0 means one for each CPU of the
     calling thread. isa: one of `_adam.isas()`, "triton" or "torch" forces a variant. All give equal bits; every resulting NaN is
-    0x7FC00000. keeps_moments: change only weight and residual. `adam_moments` does the rest, for a decoupled update in host memory. Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
+    0x7FC00000. keeps_moments: change only weight and residual. `adam_moments` does the rest, for a decoupled update in host memory.
+    Raises ValueError if lengths, dtypes or devices differ, or if the CPU lacks isa.
     """
     is_rounded = residual is None and len(moments) == 4
     _check(weight, "weight", torch.float32 if residual is None and not is_rounded else torch.bfloat16)
