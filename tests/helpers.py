@@ -124,6 +124,13 @@ class ReferenceAdamW(torch.optim.Optimizer):
         param.copy_(self.rounded(param, s["master"]))
 
 
+def run_interpreted(program):
+    """Run a program in a new Python process, with Triton's interpreter. It can import the test modules."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def split(master):
     """fp32 -> (weight bf16, residual int16): weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16)."""
     bits = master.contiguous().view(torch.int32)

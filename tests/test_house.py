@@ -183,7 +183,7 @@ def test_fewer_and_fewer_attributes_are_stored_from_outside():
 MAKE_VALUES = {
     "config", "spelling", "renamed", "integrations.deepspeed", "tools.configuration",
     "plan.tiers", "plan.partition", "system.ranks", "system.failure_watch",
-    "formats.dtypes", "formats.format", "formats.assignment", "optim.shard", "optim.adam", "optim._adam_triton",
+    "formats.dtypes", "formats.format", "formats.assignment", "optim.shard", "optim.adam", "optim._adam_triton", "optim._block_codes_triton",
 }  # fmt: skip
 MOST_QUESTIONS = 25
 

@@ -60,6 +60,15 @@ class BlockCode:
     @torch.no_grad()
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Codes, 1-D, in their dtype, and scales -> out [numel], in a floating dtype. All are on one device."""
+        if out.is_cuda and (kernels := _device_kernels()) is not None:
+            numbers = self.tables(out.device)[0]
+            kernels.decode(codes.view(torch.uint8), numbers, scales, self.block, out)
+        else:
+            self.decode_in_torch(codes, scales, out)
+
+    @torch.no_grad()
+    def decode_in_torch(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """`decode` in operations of torch, which any device has."""
         block = self.block
         for begin, end in self._parts(out.numel()):
             bytes_ = codes.view(torch.uint8)[begin // self.per_byte : -(-end // self.per_byte)]
@@ -135,6 +144,16 @@ class BlockCode:
     @staticmethod
     def _parts(numel: int) -> Iterator[tuple[int, int]]:
         return ((begin, min(begin + _STEP, numel)) for begin in range(0, numel, _STEP))
+
+
+@functools.cache
+def _device_kernels():
+    """The module of the Triton kernel, or None without Triton."""
+    try:
+        from infinity.optim import _block_codes_triton
+    except ImportError:
+        return None
+    return _block_codes_triton
 
 
 @functools.cache

@@ -9,16 +9,13 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import on_gpu
+from helpers import on_gpu, run_interpreted
 
 from infinity.optim import _adam
 from infinity.optim.adam import (
@@ -543,9 +540,7 @@ for dtype in (test_adam.torch.bfloat16, test_adam.torch.float32):
     odd = test_adam.torch.tensor([float("inf"), float("nan"), 1.0, -0.0]).to(dtype)
     assert test_adam.torch.equal(test_adam.norm_limbs(odd, isa="triton"), test_adam.norm_limbs(odd))
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_interpreted(program)
 
 
 @on_gpu

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
+from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, run_interpreted, states_of, training
 from test_ranks import worlds  # noqa: F401: a fixture
 from torch import nn
 
@@ -53,6 +53,46 @@ def test_a_value_gets_the_nearest_number_of_its_block(name):
     shard.put(torch.cat([found[:500].float(), shard.masters()[500:]]))
     for key, segment in shard.part(512, 1000).items():
         assert torch.equal(segment.view(torch.uint8), Shard(shard.format, codes).part(512, 1000)[key].view(torch.uint8))
+
+
+def decoded_both_ways(name, numel, dtype, device):
+    """Values by the kernel, and in operations of torch on the CPU. Bytes are random, so that every code and every scale occurs."""
+    code, generator = CODES[name], torch.Generator().manual_seed(numel)
+    codes = torch.randint(256, (-(-numel // code.per_byte),), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(256, (-(-numel // code.block),), dtype=torch.uint8, generator=generator)
+    if not code.has_power_scale:
+        scales = torch.exp2(scales.float() / 2 - 100)
+    expected, found = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device=device)
+    code.decode_in_torch(codes, scales, expected)
+    numbers = code.tables(found.device)[0]
+    _block_codes_triton().decode(codes.to(device), numbers, scales.to(device), code.block, found)
+    return found.cpu(), expected
+
+
+def _block_codes_triton():
+    from infinity.optim import _block_codes_triton
+
+    return _block_codes_triton
+
+
+def check_kernel(device):
+    for name in CODES:
+        for numel in (1, 31, 2048, 20_003):
+            for dtype in (torch.bfloat16, torch.float32):
+                found, expected = decoded_both_ways(name, numel, dtype, device)
+                assert torch.equal(found.isnan(), expected.isnan()), (name, numel, dtype)
+                assert_same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0), f"{name}, {numel} values, {dtype}")
+
+
+@on_gpu
+def test_the_kernel_of_the_gpu_decodes_the_same_bits():
+    check_kernel("cuda")
+
+
+def test_the_interpreted_kernel_decodes_the_same_bits():
+    """A new process, because Triton interprets all kernels of a process or none."""
+    pytest.importorskip("triton")
+    run_interpreted("import test_frozen_dtypes; test_frozen_dtypes.check_kernel('cpu')")
 
 
 @pytest.mark.parametrize("shape", [(50, 64), (7, 30)])
