@@ -14,15 +14,19 @@ import infinity
 from infinity.errors import UsageError
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-SHAPES = {  # values by NAMES, and whether the head is the embedding
+SHAPES = {  # values by NAMES, whether the head is the embedding, and other options of the model's configuration
     "tiny": ("Llama", (64, 128, 2, 4, 2, 256), False),
     "1b": ("Llama", (2048, 8192, 16, 32, 8, 128256), True),
     "3b": ("Llama", (3072, 8192, 28, 24, 8, 128256), True),
     "8b": ("Llama", (4096, 14336, 32, 32, 8, 128256), False),
     "14b": ("Llama", (5120, 13824, 48, 40, 8, 152064), False),
     "22b": ("Llama", (6144, 16384, 56, 48, 8, 32768), False),
+    "24b": ("Mistral", (5120, 32768, 40, 32, 8, 131072), False, {"head_dim": 128}),
+    "32b": ("Qwen2", (5120, 27648, 64, 40, 8, 152064), False),
+    "70b": ("Llama", (8192, 28672, 80, 64, 8, 128256), False),
     "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "mixtral7b": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # 8 experts, 2 a token
+    "qwen30b": ("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), False, {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}),  # 8 a token
 }
 
 
@@ -40,7 +44,10 @@ def size_of(name: str, sequence: int) -> Size:
     config, num = model.config, sum(param.numel() for param in model.parameters())
     embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     of_experts = sum(param.numel() for param in model.parameters() if param.dim() == 3)
-    idle = of_experts - of_experts * config.num_experts_per_tok // config.num_local_experts if of_experts else 0
+    idle = 0
+    if of_experts:
+        num_experts = next(param.shape[0] for param in model.parameters() if param.dim() == 3)
+        idle = of_experts - of_experts * config.num_experts_per_tok // num_experts
     return Size(num, 6 * (num - embedding - idle) + 6 * config.num_hidden_layers * config.hidden_size * sequence)
 
 
@@ -69,8 +76,9 @@ class Causal(nn.Module):
             import transformers
         except ImportError:
             raise UsageError("bench/finetune.py needs transformers: pip install transformers") from None
-        family, values, is_tied = SHAPES[name]
+        family, values, is_tied, *others = SHAPES[name]
         told = {"max_position_embeddings": sequence, "tie_word_embeddings": is_tied, "use_cache": False}
+        told = {**told, **(others[0] if others else {})}
         config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
         self.model = getattr(transformers, f"{family}ForCausalLM")(config)
         with warnings.catch_warnings():
