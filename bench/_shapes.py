@@ -3,6 +3,7 @@
 Knows dimensions and the loss. Must not know engines, or speeds.
 """
 
+import contextlib
 import dataclasses
 import warnings
 
@@ -26,6 +27,7 @@ SHAPES = {  # values by NAMES, whether the head is the embedding, and other opti
     "70b": ("Llama", (8192, 28672, 80, 64, 8, 128256), False),
     "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "mixtral7b": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # 8 experts, 2 a token
+    "mixtral7b-modules": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # the same, a module an expert
     "qwen30b": ("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), False, {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}),  # 8 a token
 }
 
@@ -43,11 +45,10 @@ def size_of(name: str, sequence: int) -> Size:
         model = Causal(name, sequence).model
     config, num = model.config, sum(param.numel() for param in model.parameters())
     embedding = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-    of_experts = sum(param.numel() for param in model.parameters() if param.dim() == 3)
-    idle = 0
-    if of_experts:
-        num_experts = next(param.shape[0] for param in model.parameters() if param.dim() == 3)
-        idle = of_experts - of_experts * config.num_experts_per_tok // num_experts
+    idle = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
+    if idle:
+        num_experts = getattr(config, "num_local_experts", None) or config.num_experts
+        idle -= idle * config.num_experts_per_tok // num_experts
     return Size(num, 6 * (num - embedding - idle) + 6 * config.num_hidden_layers * config.hidden_size * sequence)
 
 
@@ -67,6 +68,46 @@ def make(name: str, sequence: int, loss_tokens: int, device: torch.device) -> nn
         torch.set_default_dtype(usual)
 
 
+class Expert(nn.Module):
+    def __init__(self, hidden: int, inner: int):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(hidden, 2 * inner, bias=False), nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+@contextlib.contextmanager
+def modules_for_experts():
+    """Inside the context, a Mixtral is made with one module an expert."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    class Experts(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.gate = modeling_mixtral.MixtralTopKRouter(config)
+            sizes = config.hidden_size, config.intermediate_size
+            self.experts = nn.ModuleList(Expert(*sizes) for _ in range(config.num_local_experts))
+
+        def forward(self, hidden):
+            flat = hidden.flatten(0, -2)
+            _, weights, chosen = self.gate(flat)
+            out = torch.zeros_like(flat)
+            for number in chosen.unique().tolist():
+                token, place = (chosen == number).nonzero(as_tuple=True)
+                found = self.experts[number](flat[token]) * weights[token, place, None]
+                out = out.index_add(0, token, found.to(out.dtype))
+            return out.view_as(hidden)
+
+    usual = modeling_mixtral.MixtralSparseMoeBlock
+    modeling_mixtral.MixtralSparseMoeBlock = Experts
+    try:
+        yield
+    finally:
+        modeling_mixtral.MixtralSparseMoeBlock = usual
+
+
 class Causal(nn.Module):
     """(tokens [B, S], next tokens [B, S]) -> loss. Logits exist for at most loss_tokens at a time; 0: for all."""
 
@@ -80,7 +121,8 @@ class Causal(nn.Module):
         told = {"max_position_embeddings": sequence, "tie_word_embeddings": is_tied, "use_cache": False}
         told = {**told, **(others[0] if others else {})}
         config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
-        self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        with modules_for_experts() if name.endswith("-modules") else contextlib.nullcontext():
+            self.model = getattr(transformers, f"{family}ForCausalLM")(config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming this name
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
