@@ -2,15 +2,17 @@
 
     python bench/moments.py [--moments bf16,8bit,bitsandbytes,control] [--steps 500] [--seeds 3] [--device cuda] [--json FILE] [--plot FILE.png]
 
-Weights, data and their order are equal, and every run is compared with one of fp32 moments. control is a run with fp32 moments and weights
-that are all 1e-6 larger: its difference shows how far two runs separate without another cause. bitsandbytes is plain PyTorch with bf16
-weights, fp32 masters and `bitsandbytes.optim.AdamW8bit`. Losses are the mean of the last 50 training steps, and of 20 held-out batches. The
-plot (it needs matplotlib) shows the training losses, averaged over 20 steps.
+Weights, data and their order are equal. The learning rate rises in the first 100 steps and then falls to a tenth along a cosine, and gradients
+are clipped at norm 1: without both, some runs have spikes of the loss. Every run is compared with one of fp32 moments. control is a run with
+fp32 moments and weights that are all 1e-6 larger: its difference shows how far two runs separate without another cause. bitsandbytes is plain
+PyTorch with bf16 weights, fp32 masters and `bitsandbytes.optim.AdamW8bit`. Losses are the mean of the last 50 training steps, and of 20
+held-out batches. The plot (it needs matplotlib) shows the training losses, averaged over 20 steps.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import tempfile
 
 import torch
@@ -21,7 +23,8 @@ from infinity.model.gpt import GPT, Batches, read_bytes, standard_library_paths
 
 KINDS = ("bf16", "8bit", "bitsandbytes", "control")
 SEQ, BATCH = 128, 16
-HYPER = {"lr": 1e-3, "weight_decay": 0.1}
+LR, NUM_WARM = 1e-3, 100
+HYPER = {"weight_decay": 0.1}
 
 
 def main():
@@ -67,12 +70,17 @@ def run(options, text, seed: int, kind: str) -> dict:
         for number in range(options.steps):
             loss = model(*(part.to(device) for part in batches(number)))
             loss.backward()
-            step()
+            step(lr_at(number, options.steps))
             losses.append(loss.item())
         held_out = batches_of(text, 10_000 + seed)
         with torch.no_grad():
             found = [model(*(part.to(device) for part in held_out(i))).item() for i in range(20)]
     return {"losses": losses, "held_out": sum(found) / len(found)}
+
+
+def lr_at(step: int, steps: int) -> float:
+    after = max(0.0, (step - NUM_WARM) / max(1, steps - NUM_WARM))
+    return LR * min(1.0, (step + 1) / NUM_WARM) * (0.55 + 0.45 * math.cos(math.pi * after))
 
 
 def batches_of(text, seed: int) -> Batches:
@@ -88,10 +96,11 @@ def offloaded(options, seed: int, kind: str, swap: str, stack: contextlib.ExitSt
         with torch.no_grad():  # here, while values are fp32: a bf16 weight would not move
             for param in model.parameters():
                 param.mul_(1 + 1e-6 if kind == "control" else 1.0)
-    optimizer = infinity.AdamW(model.parameters(), **HYPER)
+    optimizer = infinity.AdamW(model.parameters(), lr=LR, **HYPER, max_grad_norm=1.0)
     engine = stack.enter_context(infinity.engine_of(model))
 
-    def step():
+    def step(lr):
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
 
@@ -107,11 +116,13 @@ def plain(options, seed: int, kind: str, swap: str, stack: contextlib.ExitStack)
     params = list(model.parameters())
     masters = [param.detach().clone() for param in params]
     model.bfloat16()
-    optimizer = bitsandbytes.optim.AdamW8bit(masters, **HYPER)
+    optimizer = bitsandbytes.optim.AdamW8bit(masters, lr=LR, **HYPER)
 
-    def step():
+    def step(lr):
+        optimizer.param_groups[0]["lr"] = lr
         for master, param in zip(masters, params):
             master.grad, param.grad = param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(params, masters)
@@ -129,8 +140,9 @@ def plot(results: list[dict], path: str) -> None:
     kinds = [kind for kind in results[0] if kind not in ("seed", "fp32")]
     for result in results:
         color, seed = f"C{result['seed']}", f"seed {result['seed']}"
-        smooth = {kind: torch.tensor(result[kind]["losses"]).unfold(0, 20, 1).mean(1) for kind in ("fp32", *kinds)}
-        steps = range(20, len(result["fp32"]["losses"]) + 1)
+        num = len(result["fp32"]["losses"])
+        smooth = {kind: torch.tensor(result[kind]["losses"]).unfold(0, min(20, num), 1).mean(1) for kind in ("fp32", *kinds)}
+        steps = range(min(20, num), num + 1)
         above.plot(steps, smooth["fp32"], color=color, linewidth=1.2, label=f"{seed}, fp32 moments")
         above.plot(steps, smooth[kinds[0]], color="black", linewidth=0.7, linestyle=":")
         for number, kind in enumerate(kinds):

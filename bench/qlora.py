@@ -180,11 +180,12 @@ def _bitsandbytes(options, device):
     for layer in causal.model.model.layers:
         for name, linear in [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]:
             coded = {"quant_type": "nf4", "compress_statistics": False}
-            new = bitsandbytes.nn.Linear4bit(*linear.weight.shape[::-1], bias=linear.bias is not None, compute_dtype=torch.bfloat16, **coded)
-            new.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, blocksize=64, **coded)
+            sizes = {"bias": linear.bias is not None, "device": "meta"}  # no values are drawn
+            new = bitsandbytes.nn.Linear4bit(*linear.weight.shape[::-1], **sizes, compute_dtype=torch.bfloat16, **coded)
+            new.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, blocksize=64, **coded).to(device)
             new.bias = linear.bias
             parent, _, last = name.rpartition(".")
-            setattr(layer.get_submodule(parent), last, new.to(device))
+            setattr(layer.get_submodule(parent), last, new)
     model = adapt(causal, options.rank)
     optimizer = torch.optim.AdamW(_trained(model), lr=LR, weight_decay=0.0, fused=True)
     return model, optimizer, lambda closes: 0

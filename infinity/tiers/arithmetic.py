@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import AVERAGE, Format
+from infinity.formats.format import Format
 from infinity.optim import average
 from infinity.optim.adam import BLOCK_NUMEL, Dither, NormAccumulator
 from infinity.optim.average import AverageStep
@@ -26,6 +26,7 @@ from infinity.optim.rules import AdamRule, Rule, unit_shape
 from infinity.optim.shard import Shard
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.parameter_state import ParameterState
+from infinity.tiers.unit_updates import Unit, UnitUpdates
 
 
 @dataclass
@@ -52,12 +53,10 @@ class Hyper:
 
 @dataclass(frozen=True)
 class Processor:
-    """The means of an update. device: of the training; rules of whole matrices or parameters compute there. threads: of the host kernel. stream:
-    of CUDA, for the rules on the device while the record is in host memory."""
+    """The means of an update. threads: of the host kernel. units: for rules of whole matrices or parameters."""
 
-    device: torch.device
     threads: int
-    stream: torch.cuda.Stream | None = None
+    units: UnitUpdates
 
 
 def update(
@@ -92,9 +91,7 @@ def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moment
     is_elementwise = chunk.record.format.unit == "element"
     computed = Computed(runs(chunk, params, merge=seed is None and is_elementwise), hyper, params, seed)
     if not is_elementwise:
-        with torch.cuda.stream(None if gradient.is_cuda else processor.stream):
-            for run in computed.runs:
-                _apply_on_device(run, state, gradient, computed, processor.device)
+        processor.units.update(unit for run in computed.runs for unit in _units(run, state, gradient, computed))
         return computed
     for run, part, dither in computed.parts():
         rule, shard, scalars = hyper.rules[run.group], state.part(part.start, part.stop), hyper.scalars(run.group, run.step)
@@ -103,9 +100,8 @@ def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moment
     return computed
 
 
-def _apply_on_device(run: Run, state: Shard, gradient: torch.Tensor, computed: Computed, device: torch.device) -> None:
-    """Update the units of a run on the device, wherever the shard is. The device holds one unit at a time. If units do not begin at block
-    borders of the storage, it holds all units of the run."""
+def _units(run: Run, state: Shard, gradient: torch.Tensor, computed: Computed) -> Iterator[Unit]:
+    """The units of a run. If units do not begin at block borders of the storage, the whole run is one."""
     hyper, param = computed.hyper, computed.params[run.param]
     rule, scalars = hyper.rules[run.group], hyper.scalars(run.group, run.step)
     shape = unit_shape(rule.unit, param.shape)
@@ -113,15 +109,10 @@ def _apply_on_device(run: Run, state: Shard, gradient: torch.Tensor, computed: C
     if numel % state.format.block:
         numel = run.end - run.start
     for begin in range(run.start, run.end, numel):
-        part, grad = state.part(begin, begin + numel), gradient[begin : begin + numel]
-        of_rule = {name: segment for name, segment in part.items() if name != AVERAGE}
-        there = Shard(part.format, {name: segment.to(device, non_blocking=True) for name, segment in of_rule.items()})
         index = run.param_start + begin - run.start
         dither = None if computed.seed is None else Dither.of(computed.seed, param.name, run.step, index)
-        rule.apply(there, grad.to(device, non_blocking=True), scalars, hyper.grad_scale, dither=dither, shape=shape)
-        for name, segment in of_rule.items():
-            if there[name] is not segment:
-                segment.copy_(there[name])  # waits for the device
+        part = state.part(begin, begin + numel)
+        yield Unit(part, gradient[begin : begin + numel], rule, scalars, hyper.grad_scale, dither, shape)
 
 
 @dataclass(frozen=True, slots=True)

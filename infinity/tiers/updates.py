@@ -43,6 +43,7 @@ from infinity.tiers.gradients import Gradients
 from infinity.tiers.late_moments import CatchUp
 from infinity.tiers.record_mover import Lease, RecordMover, segments
 from infinity.tiers.route_position import Course
+from infinity.tiers.unit_updates import UnitUpdates
 from infinity.tiers.update_state import UpdateStage
 
 
@@ -73,7 +74,7 @@ class Updater:
         self.deferred = deferred
         self.moments_follow = moments_follow
         device = gradients.device
-        self.processor = Processor(device, threads, torch.cuda.Stream(device) if device.type == "cuda" else None)
+        self.processor = Processor(threads, UnitUpdates(device))
         self.seed = seed
         self.lane = Lane("update", records.failure, "an update")
         self._users = records.caches[GRADIENTS].users  # the last gradient job of each update in the lane, guarded by the records' lock

@@ -18,9 +18,11 @@ from torch.nn import functional as F
 import infinity
 from infinity.formats.format import Format
 from infinity.model.hidden_matrices import hidden_matrices
+from infinity.optim.adam import split_master
 from infinity.optim.muon import NS_COEFFICIENTS, MuonRule, orthogonalized
 from infinity.optim.shard import Shard
-from infinity.tiers.arithmetic import Computed, Hyper, Run, _apply_on_device
+from infinity.tiers.arithmetic import Computed, Hyper, Run, _units
+from infinity.tiers.unit_updates import Unit, UnitUpdates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,11 +108,45 @@ def test_on_a_gpu_losses_are_those_of_torchs_muon(tmp_path):
     torch.manual_seed(0)
     plain = make()
     reference = Both(plain, torch.optim.AdamW)
-    expected = [gpt_step(plain, reference, step) for step in range(50)]
+    expected = [cuda_step(plain, reference, step) for step in range(50)]
     for places in (NVME, HOST, DEVICE):
         how = {"optimizer": infinity.Muon, "options": OPTIONS, "device": "cuda"} | places
         with training(make, tmp_path, **how) as (model, engine, optimizer):
-            assert [gpt_step(model, optimizer, step) for step in range(50)] == pytest.approx(expected, abs=1e-4), places
+            assert [cuda_step(model, optimizer, step) for step in range(50)] == pytest.approx(expected, abs=1e-4), places
+
+
+def cuda_step(model, optimizer, step):
+    loss = model(*(part.cuda() for part in tokens(step)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@on_gpu
+def test_units_of_host_memory_get_the_bits_of_units_on_the_device():
+    """More units than the device holds at a time, of different sizes."""
+    shapes = [(256, 64), (1024, 4096), (64, 64), (4096, 1024), (8, 8)] * 4
+    group = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "nesterov": 1.0, "ns_coefficients": NS_COEFFICIENTS, "eps": 1e-7, "ns_steps": 5.0}
+    format = Format("bf16", moments=("momentum",), unit="matrix")
+    dtypes = {"weight": torch.bfloat16, "residual": torch.int16, "momentum": torch.float32}
+    rule, results = MuonRule(), []
+    for device in ("cpu", "cuda"):
+        generator, units = torch.Generator().manual_seed(0), []
+        for rows, columns in shapes:
+            weight, residual = split_master(torch.randn(rows * columns, generator=generator))
+            segments = {"weight": weight, "residual": residual, "momentum": torch.zeros(rows * columns)}
+            gradient = torch.randn(rows * columns, generator=generator).bfloat16()
+            place = (lambda tensor: tensor.pin_memory()) if device == "cpu" else torch.Tensor.cuda
+            shard = Shard(format, {name: place(segments[name].to(dtype)) for name, dtype in dtypes.items()})
+            units.append(Unit(shard, place(gradient), rule, rule.scalars(group, 1), 1.0, None, (rows, columns)))
+        for _ in range(3):
+            UnitUpdates(torch.device("cuda", 0)).update(units)
+        torch.cuda.synchronize()
+        results.append([{name: segment.cpu() for name, segment in unit.shard.items()} for unit in units])
+    for number, (on_host, on_device) in enumerate(zip(*results)):
+        for name in dtypes:
+            assert_same_bits(on_host[name], on_device[name], f"{name} of unit {number}")
 
 
 def trained(directory, *, steps=4, make=tiny_gpt, options=None, **config):
@@ -427,7 +463,7 @@ def test_units_beyond_2_to_the_32_elements_are_whole():
         for start, end in zip(cuts, cuts[1:]):
             run = Run(start, end, 0, 1, 0, begin + start)
             computed = Computed([run], Hyper([rule], [group]), [param], 0)
-            _apply_on_device(run, state, gradient, computed, torch.device("cpu"))
+            UnitUpdates(torch.device("cpu")).update(_units(run, state, gradient, computed))
     assert states[0]["momentum"].any()
     for name in dtypes:
         assert_same_bits(states[0][name], states[1][name], name)

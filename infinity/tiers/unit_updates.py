@@ -1,0 +1,94 @@
+"""Updates whole matrices or parameters on the device of the training, wherever the record is.
+
+Knows segments, rules and CUDA streams. Must not know chunks, the place of a record, or when an update is due.
+"""
+
+# [Note: three units on the device]
+# If the record is in host memory, a unit (a matrix or a parameter) goes to the device, is updated there, and comes back. Three streams let
+# both links and the device work at once: while one unit is updated, the next one arrives and the last one leaves. So the device has room for
+# three units. The thread that gives out the work waits only when a fourth one would begin.
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from infinity.formats.format import AVERAGE
+from infinity.optim.adam import Dither
+from infinity.optim.rules import Rule
+from infinity.optim.shard import Shard
+
+_UNITS_ON_DEVICE = 3
+
+
+class Unit(NamedTuple):
+    """A part of a shard that a rule updates as a whole. shard: 1-D segments. gradient: 1-D. shape: of a matrix or a parameter."""
+
+    shard: Shard
+    gradient: torch.Tensor
+    rule: Rule
+    scalars: object
+    grad_scale: float
+    dither: Dither | None
+    shape: tuple[int, ...]
+
+    def apply(self, shard: Shard, gradient: torch.Tensor) -> None:
+        """Update a copy of the shard. gradient: on the device of the copy."""
+        self.rule.apply(shard, gradient, self.scalars, self.grad_scale, dither=self.dither, shape=self.shape)
+
+
+class UnitUpdates:
+    """Updates units on a device. Used by one thread at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(3)] if device.type == "cuda" else []
+
+    def update(self, units: Iterable[Unit]) -> None:
+        """Update all units in place, in order. All are either on the device or in host memory. When it returns, units of host memory have
+        their new values, and units on the device get them in the current stream."""
+        units = iter(units)
+        first = next(units, None)
+        if first is None:
+            return
+        if first.gradient.device == self.device:
+            for unit in (first, *units):
+                unit.apply(_of_rule(unit.shard), unit.gradient)
+        else:
+            self._update_from_host(first, units)
+
+    def _update_from_host(self, first: Unit, others: Iterator[Unit]) -> None:
+        arrives, computes, leaves = self._streams
+        on_device: deque[tuple[torch.cuda.Event, Shard, torch.Tensor]] = deque()  # tensors live until the event: three streams use them
+        try:
+            for unit in _chained(first, others):
+                if len(on_device) == _UNITS_ON_DEVICE:
+                    on_device.popleft()[0].synchronize()
+                here = _of_rule(unit.shard)
+                with torch.cuda.stream(arrives):
+                    there = Shard(here.format, {name: segment.to(self.device, non_blocking=True) for name, segment in here.items()})
+                    gradient = unit.gradient.to(self.device, non_blocking=True)
+                computes.wait_stream(arrives)
+                with torch.cuda.stream(computes):
+                    unit.apply(there, gradient)
+                leaves.wait_stream(computes)
+                with torch.cuda.stream(leaves):
+                    for name, segment in here.items():
+                        segment.copy_(there[name], non_blocking=True)
+                on_device.append((leaves.record_event(), there, gradient))
+        finally:  # also after an error: copies to and from slots of host memory are under way
+            for stream in self._streams:
+                stream.synchronize()
+
+
+def _of_rule(shard: Shard) -> Shard:
+    """The segments that a rule may change."""
+    return Shard(shard.format, {name: segment for name, segment in shard.items() if name != AVERAGE})
+
+
+def _chained(first: Unit, others: Iterator[Unit]) -> Iterator[Unit]:
+    yield first
+    yield from others
