@@ -23,7 +23,6 @@ def decode(codes: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor, blo
             scales,
             out.view(torch.int16) if out.dtype == torch.bfloat16 else out,
             numel,
-            IS_POWER=scales.dtype == torch.uint8,
             PER_BYTE=per_byte,
             BLOCK=block,
             BYTES=_BYTES,
@@ -38,7 +37,6 @@ def _decode(
     scales_ptr,
     out_ptr,
     numel,
-    IS_POWER: tl.constexpr,
     PER_BYTE: tl.constexpr,
     BLOCK: tl.constexpr,
     BYTES: tl.constexpr,
@@ -47,7 +45,7 @@ def _decode(
     mask = at * PER_BYTE < numel
     row = tl.load(codes_ptr + at, mask=mask, other=0).to(tl.int32) * PER_BYTE
     scale = tl.load(scales_ptr + at * PER_BYTE // BLOCK, mask=mask, other=0)
-    if IS_POWER:
+    if scales_ptr.dtype.element_ty == tl.uint8:
         scale = _power(scale)
     if PER_BYTE == 1:
         value = tl.load(numbers_ptr + row) * scale
