@@ -406,10 +406,17 @@ def asked(weight):
     assert torch.empty_like(weight).is_contiguous() and weight.new_zeros(2).eq(0).all()
 
 
+def frozen(weight):
+    weight.requires_grad = False
+    weight.requires_grad_(True)
+    weight.requires_grad = False
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "build, window, expected",
     [
+        (layers(frozen), 0, NOTHING),
         (tiny_gpt, 16 * LAYER, NOTHING),
         (layers(nn.init.normal_), 0, NOTHING),
         (layers(nn.init.xavier_uniform_), 0, NOTHING),
