@@ -55,7 +55,7 @@ def init(config: Config | None = None, *, window: int | None = None):
     """An engine manages the modules that are built inside the block.
 
     No process holds more than `window` bytes of their parameters in host memory or on the device, besides the module under construction.
-    Default: 8 % of free host memory and 40 % of free device memory, each at least 1 GiB. If all parameters together have at most `window`
+    Default: 8 % of free host memory, and 40 % of free device memory or of device_memory, each at least 1 GiB. If all parameters together have at most `window`
     bytes (default 1 GiB), they hold their values when the block ends.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
@@ -86,7 +86,8 @@ def _windows(config: Config, device: torch.device, ranks: Ranks) -> dict[str, in
     taken = (1 - PROGRAM_SHARE) * free if config.host_memory == "auto" else config.host_memory
     windows = {"cpu": int(MOST_OF_FREE * free - taken)}
     if gauge := gauge_of(device):
-        windows[device.type] = int(DEVICE_SHARE * gauge.free_nbytes())
+        free = gauge.free_nbytes()
+        windows[device.type] = int(DEVICE_SHARE * (free if config.device_memory == "auto" else min(free, config.device_memory)))
     least = ranks.least(list(windows.values()))
     return {kind: max(MIN_WINDOW_NBYTES, nbytes) for kind, nbytes in zip(windows, least)}
 

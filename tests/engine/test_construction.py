@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_the_scratch_file_holds_only_parameters_that_are_away(config, monkeypatc
     with infinity.engine_of(model) as engine:
         for linear in model:
             assert engine.read_state(linear.weight)["weight"].eq(1).all() and engine.read_state(linear.bias)["weight"].eq(0).all()
+
+
+@pytest.mark.parametrize("limit, expected", [("auto", 32 << 30), ("20GiB", 8 << 30), ("200GiB", 32 << 30), ("1GiB", 1 << 30)])
+def test_a_window_is_a_share_of_the_device_memory_that_is_given(limit, expected, tmp_path, monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(construction, "gauge_of", lambda device: SimpleNamespace(free_nbytes=lambda: 80 << 30))
+    config = infinity.Config(swap_dirs=tmp_path, device="cpu", device_memory=limit)
+    ranks = SimpleNamespace(num_local=1, least=lambda values: values)
+    assert construction._windows(config, device, ranks)["cuda"] == expected
 
 
 @on_gpu
