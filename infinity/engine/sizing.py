@@ -290,7 +290,7 @@ def _auto_nbytes(config: Config, device: str, device_nbytes: int, share: float) 
 def records_may_visit(config: Config, layout: Layout) -> bool:
     """Whether records of this layout may leave their homes and visit the device: [Note: the device budget] in device_memory.py."""
     weights, states = choice_of(config.param_tier), choice_of(config.optimizer_state_tier)
-    return not layout.is_coded and planner.records_may_visit(weights=weights, states=states, keep=config.residency == "auto")
+    return planner.records_may_visit(weights=weights, states=states, keep=config.residency == "auto")
 
 
 def may_compress(config: Config, device: str, num_parameters: int) -> bool:

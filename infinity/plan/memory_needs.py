@@ -21,7 +21,7 @@ PAGE_NBYTES = 4096
 class Needs:
     """The user's choices, independent of the cut. weights, states: a tier, or None for the planner's choice. keep: use memory left over by
     budgets. deferred: all gradients wait for step(). updates_follow: all updates follow step(). accumulates: gradients of several backward
-    passes add up, and should do so on the device. on_device: records may have their home on the device, or visit it.
+    passes add up, and should do so on the device. on_device: all records may have their home on the device.
     """
 
     weights: Tier | None

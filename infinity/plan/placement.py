@@ -120,7 +120,7 @@ def place(
         raise _too_small(candidate, budgets, needed, pinned, on_device)
 
     guests, sizes = Guests(), candidate.sizes()
-    may_visit = needs.on_device and records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
+    may_visit = records_may_visit(weights=needs.weights, states=needs.states, keep=needs.keep)
     crowded_out: list[tuple[int, int]] = []  # (span, its bytes on the device)
     if needs.states == DEVICE:
         homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
@@ -370,9 +370,9 @@ def _divide(
 
 
 def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
-    """Each trainable span, with the bytes of its records on the device, weights excluded. The same on all ranks."""
+    """Each trainable span that is not coded, with the bytes of its records on the device, weights excluded. The same on all ranks."""
     for span in layout.spans:
-        if span.trainable:
+        if span.trainable and not span.format.is_coded:
             yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
 
 

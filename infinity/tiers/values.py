@@ -163,15 +163,16 @@ class Values:
                 state.version = state.counter._version
 
     @torch.no_grad()
-    def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> None:
+    def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> bool:
         """Copy the contents of a span's device storage to the records. The new value of a changed element is also its master. before: the
-        contents before the write. Without `before`, a snapshot and a host copy, all elements of `written` count as changed."""
+        contents before the write. Without `before`, a snapshot and a host copy, all elements of `written` count as changed. Returns whether
+        there was anything to copy."""
         if self.ranks.are_several:
             values = span.flat.cpu()
             self.ranks.broadcast_(values)
             span.flat.copy_(values)
         if before is not None and torch.equal(before.view(torch.uint8), span.flat.view(torch.uint8)):
-            return
+            return False
         for index in span.span.chunks:
             chunk = self.registry.chunks[index]
             self.updater.finish(chunk)
@@ -186,6 +187,7 @@ class Values:
                     changed = as_integers(new) != as_integers(old)
                 shard.codec.adopt(shard, new, changed)
             self.updater.take_snapshot(chunk)
+        return True
 
     def _parts_of(self, chunk: ChunkState, params: Sequence[ParameterState]) -> torch.Tensor:
         """A mask of the shard's elements that belong to these parameters: bool [shard_used] on the device."""

@@ -206,6 +206,39 @@ def test_a_quantised_base_resumes_on_other_ranks(worlds, name, saved_on, loaded_
         assert_same_states(states, saved[0])
 
 
+def moved_by(engine, work):
+    """Bytes to the device and from it while the work runs."""
+    before = engine.stats()["links"]
+    work()
+    after = engine.stats()["links"]
+    return [after[link]["nbytes"] - before[link]["nbytes"] for link in ("h2d", "d2h")]
+
+
+def test_a_frozen_base_and_its_adapters_stay_on_a_device_with_room(tmp_path):
+    """After the first step nothing moves. A new value of a frozen weight is used, and without room everything comes and goes again."""
+    config = {"dtype": "bf16", "frozen_dtype": "nf4", "device_memory": "64MiB"}
+    with (
+        training(adapted, tmp_path / "auto", **config) as (model, engine, optimizer),
+        training(adapted, tmp_path / "host", **config | PLACES["host"]) as (other, _, other_optimizer),
+    ):
+        def both():
+            assert step(model, optimizer, number) == step(other, other_optimizer, number)
+
+        for number in range(2):
+            both()
+        assert moved_by(engine, both) == [0, 0]
+        for each in (model, other):
+            with infinity.gathered([each[1].base.weight]):
+                each[1].base.weight.data.mul_(2)
+        both()
+        assert moved_by(engine, both) == [0, 0]
+        engine.device_budget._retreat()
+        assert not engine.device_budget.kept and not any(span.pinned for span in engine.registry.spans)
+        assert moved_by(engine, both)[0] > 0
+        both()
+        assert_same_states(states_of(engine, model), states_of(infinity.engine_of(other), other))
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", CODES)
 def test_a_block_with_a_value_that_is_not_finite_is_not_finite(name, wrong):

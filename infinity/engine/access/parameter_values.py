@@ -265,8 +265,10 @@ class ParameterValues:
                 for state in span.params:
                     state.version = state.counter._version
                     state.release()
-                self.values.adopt(span, (), value)
+                changed = self.values.adopt(span, (), value)
                 self.weights.release(span)
+                if changed and span.span.format.is_coded and not span.holds:
+                    self.weights.invalidate(span)  # codes stand for other values than the program has written
 
     # Called by parameters: [Note: parameters with two classes] in parameters.py.
 
