@@ -121,6 +121,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["installed", "checkout"])
 def test_both_import_names_are_one_module(where, request, tmp_path):
     site = [request.getfixturevalue("installed")] if where == "installed" else [ROOT, ROOT / "infinity/alias"]

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import pytest
 
@@ -21,6 +23,7 @@ def run(directory, *arguments):
     return subprocess.run(command, capture_output=True, text=True, cwd=directory, env={**os.environ, "PYTHONPATH": path})
 
 
+@pytest.mark.long
 def test_parts_run_each_test_once_and_each_part_has_a_line(tmp_path):
     (tmp_path / "test_tiny.py").write_text(TESTS)
     record = tmp_path / "LONG.md"

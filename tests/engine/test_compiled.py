@@ -321,6 +321,7 @@ def train_on_a_rank(folder, way):
         return [loss.item() for loss in losses], found
 
 
+@pytest.mark.long
 def test_two_ranks_have_one_graph_and_equal_losses(tmp_path):
     world = World(2, tmp_path)
     try:

@@ -168,6 +168,7 @@ def test_a_model_between_steps_may_be_evaluated_in_any_thread(tmp_path):
         assert elsewhere(serve) is None and torch.equal(found[0], expected)  # the evaluation has the output of the training thread
 
 
+@pytest.mark.long
 def test_each_checkpoint_of_another_thread_is_of_one_step_or_refused(tmp_path):
     """The other thread begins before the first step, and repeats the call until training ends."""
     known, made, refused, ended = {}, [], [], threading.Event()

@@ -106,6 +106,7 @@ def test_more_micro_batches_write_hardly_more_in_later_steps(gauge, tmp_path):
     assert max(many[1:]) <= 1.5 * min(few[1:]), (few, many)
 
 
+@pytest.mark.long
 def test_the_sum_of_a_tied_weight_uses_memory_that_activations_have_freed(gauge, tmp_path):
     gauge.capacity = 2500 << 10
     config = {"make": Tied, "host_memory": "2200KiB", "chunk_mib": 1 / 16}
@@ -159,6 +160,7 @@ def large_first_segment(gauge, monkeypatch):
     return sizes
 
 
+@pytest.mark.long
 def test_sums_leave_room_for_a_large_first_segment(gauge, large_first_segment, tmp_path):
     large_first_segment.forward = large_first_segment.backward = 600 << 10
     train(tmp_path, gauge, 8, make=lambda: chain(8), host_memory="1500KiB")

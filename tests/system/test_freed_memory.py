@@ -46,9 +46,8 @@ TRAINING = """
 """
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1024, 5, 75, 75), pytest.param((2048, 10, 400, 300), marks=pytest.mark.long)], ids=["64 M parameters", "504 M parameters"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(1024, 5, 75, 75), (2048, 10, 400, 300)], ids=["64 M parameters", "504 M parameters"])
 def test_a_training_process_stays_within_15_percent_of_its_budgets(sizes, tmp_path):
     done = run_python(TRAINING, tmp_path, *sizes)
     assert done.returncode == 0, done.stdout + done.stderr

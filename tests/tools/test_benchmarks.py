@@ -114,6 +114,7 @@ RANKS = """
 """
 
 
+@pytest.mark.long
 def test_two_ranks_measure_together_and_the_first_one_reports(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -348,6 +348,7 @@ def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, mo
     assert few.parameters < most.parameters and str(few).startswith("at least")
 
 
+@pytest.mark.long
 def test_impossible_activation_sizes_print_one_line(node, capsys):
     status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
     assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors
