@@ -21,7 +21,8 @@ Pure arithmetic over names and sizes. Must not know tiers or files. Offsets and 
 #
 #            Small ones whose names have more modules in common with what follows lead that instead, as many as make a tail:
 #            the norm at a block's start would else bring back the matrix before it, or the embedding, each time the block is
-#            run again.
+#            run again. For the same reason a tail ends before more elements of other formats than it may have itself: over a
+#            quantised base, the norms of all layers would else ride behind the embedding.
 #
 # Parameters whose update needs whole matrices are packed otherwise: see unit_packing.py.
 #
@@ -277,6 +278,11 @@ class _Run:
         self.params, self.offsets = [], []
         self.used = 0
 
+    @property
+    def is_tail(self) -> bool:
+        """Whether a large parameter has come, so that only a tail may follow."""
+        return self.largest < self.chunk_numel
+
     def append(self, params: Sequence[int], numels: Sequence[int]) -> bool:
         """Place parameters of these sizes behind the last one, if they fit. Returns whether they do. The first ones of a run always fit.
 
@@ -316,7 +322,8 @@ def _runs(specs: Sequence[ParameterSpec], params: list[int], chunk_numel: int) -
     run = _Run(chunk_numel, alignment)
     for unit in _units(specs, params, chunk_numel, alignment):
         numels = [specs[param].numel for param in unit]
-        if not run.append(unit, numels):
+        is_away = run.is_tail and run.largest < sum(specs[param].numel for param in range(run.params[-1] + 1, unit[0]))
+        if is_away or not run.append(unit, numels):
             yield run
             run = _Run(chunk_numel, alignment)
             run.append(unit, numels)

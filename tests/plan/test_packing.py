@@ -71,6 +71,16 @@ def test_a_span_takes_a_bounded_tail():
     assert full.chunks_of(1) == (2,)
 
 
+def test_a_tail_ends_before_larger_parameters_of_other_formats():
+    """Norms between quantised layers do not ride behind the embedding, but the bias beside it does."""
+    plain, coded = Format("bf16", False), Format("nf4", False)
+    specs = [ParameterSpec("embed", 9 * 1024, plain), ParameterSpec("embed.scale", 100, plain)]
+    for layer in range(3):
+        specs += [ParameterSpec(f"{layer}.weight", 4096, coded), ParameterSpec(f"{layer}.norm", 100, plain)]
+    got = layout(specs, chunk_numel=8192, world=1)
+    assert [span.params for span in got.spans] == [(0, 1), (2, 4), (3, 5, 7), (6,)]
+
+
 def test_frozen_parameters_and_other_dtypes_have_separate_chunks():
     specs = [
         ParameterSpec("a", 3000, Format("bf16", False)),
