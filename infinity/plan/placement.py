@@ -329,6 +329,13 @@ def share_device(
     return max(found, before_weights, key=lambda each: sum(nbytes for spans in each for _, nbytes in spans))
 
 
+def keeps_frozen(layout: Layout, found: tuple[list[tuple[int, int]], list[tuple[int, int]]], *, room_nbytes: int) -> bool:
+    """Whether frozen weights stay on the device from step to step: it can hold all weights beside these records and gradients. found: of
+    `share_device` with this room."""
+    taken = sum(nbytes for both in found for _, nbytes in both) + sum(span.nbytes for span in layout.spans)
+    return taken <= room_nbytes
+
+
 def _divide(
     layout: Layout,
     records: Sequence[Record],

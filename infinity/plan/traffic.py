@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from infinity.plan import schedule
 from infinity.plan.compression import moved_nbytes
 from infinity.plan.packing import Layout
-from infinity.plan.placement import Placement, share_device
+from infinity.plan.placement import Placement, keeps_frozen, share_device
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.schedule import Use
 from infinity.plan.tiers import in_storage
@@ -108,7 +108,8 @@ def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, 
 def _guests(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Spans whose records fit the device, and spans whose waiting gradients fit, each with the bytes there."""
+    """Spans whose records fit the device or whose frozen weights stay there, and spans whose waiting gradients fit, each with the bytes there
+    beside the weights."""
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
     if not step.may_visit:
         return {}, {}
@@ -121,6 +122,8 @@ def _guests(
         may_stay=range(len(records)) if step.num_passes > 1 else placement.may_stay,
     )
     visiting, staying = map(dict, found)
+    if keeps_frozen(layout, found, room_nbytes=room_nbytes):
+        visiting |= {span.index: 0 for span in layout.spans if not span.trainable}
     return visiting, staying
 
 

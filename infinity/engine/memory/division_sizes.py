@@ -59,9 +59,9 @@ class DivisionSizes:
         )
 
     def keep_frozen(self, budget: int, found: SpansOnDevice) -> bool:
-        """Whether frozen weights stay on the device from step to step: the device can hold all weights beside these records and gradients."""
-        taken = sum(nbytes for both in found for _, nbytes in both) + sum(span.nbytes for span in self.registry.spans)
-        return self.movable and taken <= budget - self.placement.gradient_limit_nbytes
+        """Whether frozen weights stay on the device from step to step."""
+        room_nbytes = budget - self.placement.gradient_limit_nbytes
+        return self.movable and planner.keeps_frozen(self.registry.layout, found, room_nbytes=room_nbytes)
 
     def hold_weights_and_gradients(self) -> bool:
         """Whether the device can hold all weights and gradients of an ordinary step, and no states are on NVMe. Equal on all ranks."""
