@@ -52,7 +52,7 @@ from infinity.sizes import format_bytes, round_up
 
 WINDOW_OPS = 3  # if records come before weights, the device has room for the weights of so many of the largest ops
 GUEST_ROUNDS = 8  # after so many rounds the last answer counts: the device is divided again once activations are known
-UNDER_WAY_NBYTES = 4 << 20  # of gradients leaving the device, if room is ample: with less, small ops wait for threads
+UNDER_WAY_NBYTES = 64 << 20  # of gradients leaving the device, if room is ample: with less, small ops wait for the device and for threads
 
 
 @dataclass(frozen=True)
