@@ -145,6 +145,32 @@ def test_a_configuration_of_transformers_is_planned(node, capsys):
     assert report["num_parameters"] == 2 * 1000 * 256 + 2 * (attention + 3 * 256 * 512 + 2 * 256) + 256
 
 
+def test_adapters_over_a_quantised_base_are_planned(node, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "tie_word_embeddings": False}
+    (node / "config.json").write_text(json.dumps(config))
+    tiers = ["--set", "param_tier=host", "--set", "optimizer_state_tier=host", "--devices", "1", "--set", "dtype=bf16"]
+    found = {}
+    for frozen in ("same", "nf4"):
+        arguments = ["--model", str(node), "--adapters", "8", "--seq", "128", *tiers, "--set", f"frozen_dtype={frozen}"]
+        status, found[frozen] = report_of(capsys, node, *arguments)
+        assert status == 0
+    layers = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
+    adapters = 2 * 8 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
+    assert found["nf4"]["num_parameters"] == 2 * 1000 * 256 + layers + 5 * 256 + adapters
+    sent = {frozen: report["links"]["h2d"]["bytes_per_step"] for frozen, report in found.items()}
+    assert sent["same"] - sent["nf4"] == pytest.approx(layers * (2 - 0.5625), rel=0.05)  # each weight is sent once a step
+    gradients = found["nf4"]["links"]["d2h"]["bytes_per_step"]
+    assert gradients == pytest.approx(4 * adapters, rel=0.05)
+
+
+def test_adapters_need_a_model_of_transformers(node, capsys):
+    status, _, errors = run(capsys, *SMALL, "--adapters", "8")
+    assert status == 2 and errors == "infinity: error: --adapters are for a transformers model: name its config.json with --model\n"
+
+
 _TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 200}
 _VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 _SOUND = {"conv_dim": (32, 32), "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2}

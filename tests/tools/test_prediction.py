@@ -35,20 +35,30 @@ CHUNKS = dict(chunk_mib=0.125, device_memory="5MiB", host_memory="24MiB")
 NVME = dict(param_tier="nvme", optimizer_state_tier="nvme")
 
 
-def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, **sizes):
+def freeze_base(model):
+    """Freeze the linear layers of the blocks."""
+    for name, param in model.named_parameters():
+        param.requires_grad_("blocks" not in name or param.dim() < 2)
+
+
+def gpt_on_meta(batch=2, checkpointed=False, dtype=torch.float32, frozen=False, **sizes):
     sizes = SIZES | sizes
     with torch.device("meta"):
         model = GPT(**sizes).to(dtype)
+    if frozen:
+        freeze_base(model)
     tokens = torch.empty(batch, sizes["seq"], dtype=torch.int64, device="meta")
     return model, workload(model, lambda: model(tokens, tokens), tokens=batch * sizes["seq"], recompute=checkpointed)
 
 
-def run(config, checkpointed, steps=9, since=3):
+def run(config, checkpointed, steps=9, since=3, frozen=False):
     """(bytes per step of each link, peak of the device, layout, placement) of a real engine."""
     torch.manual_seed(0)
     with infinity.init(config):
         model = GPT(**SIZES, checkpoint_activations=checkpointed)
-    optimizer = infinity.AdamW(model.parameters())
+        if frozen:
+            freeze_base(model.bfloat16())
+    optimizer = infinity.AdamW([param for param in model.parameters() if param.requires_grad])
     tokens = torch.randint(0, SIZES["vocab"], (2, SIZES["seq"]))
     stats = []
     with infinity.engine_of(model) as engine:
@@ -98,6 +108,21 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     assert predicted["d2h"] == pytest.approx(nbytes["d2h"], abs=0.3 * num)
     assert predicted["update"] == pytest.approx(nbytes["update"] - 12 * on_device, abs=0.7 * num)
     assert peak <= prediction.simulation.peak_device_nbytes <= max(placement.device_nbytes, peak)
+
+
+@pytest.mark.parametrize("settings", [NVME | dict(residency="none"), dict(device_memory="2MiB"), dict(device_memory="40MiB")], ids=str)
+def test_bytes_of_a_quantised_frozen_base_are_those_of_a_real_run(tmp_path, settings):
+    """With 2 MiB, frozen weights come and go. With 40 MiB nothing moves after the first step."""
+    config = Config(swap_dirs=tmp_path, dtype="bf16", frozen_dtype="nf4", device="cpu", **(CHUNKS | settings))
+    nbytes, _, layout, _ = run(config, False, frozen=True)
+    model, load = gpt_on_meta(dtype=torch.bfloat16, frozen=True)
+    prediction = predict(model, load, CPU, config)
+    assert prediction.layout == layout
+    assert any(span.format.name == "nf4" for span in layout.spans)
+    weights = sum(record.weight_nbytes for record in prediction.records)
+    for link in ("nvme_read", "nvme_write", "h2d", "d2h"):
+        assert prediction.simulation.nbytes[link] == pytest.approx(nbytes[link], abs=0.25 * weights), link
+    assert (nbytes["h2d"] == 0) == (settings.get("device_memory") == "40MiB")
 
 
 def test_a_model_that_does_not_fit_names_the_short_memory():

@@ -59,10 +59,11 @@ class _NothingDrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
+def hugging_face(path: Path, seq: int, batch: int, dtype: str, *, adapters: int | None = None) -> Subject:
     """A transformers model from config.json. Takes the class that the file names, or a causal language model, or a model without a head.
+    adapters: the rank of LoRA adapters of PEFT; None: the whole model is trained.
 
-    Raises UsageError without the package transformers, and ConfigError if transformers cannot create the model.
+    Raises UsageError without the package transformers, or peft for adapters, and ConfigError if transformers cannot create the model.
     """
     if path.is_dir():
         path = path / "config.json"
@@ -87,7 +88,7 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can create") from None
     num = sum(param.numel() for param in model.parameters())
-    title = f"{type(model).__name__} of {format_count(num)} parameters: {batch} x {seq} tokens per device, {dtype}"
+    title = f"{type(model).__name__} of {format_count(num)} parameters{_adapt(model, adapters)}: {batch} x {seq} tokens per device, {dtype}"
 
     def run():
         try:
@@ -100,6 +101,20 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str) -> Subject:
             raise ConfigError(f"{what}; name a model of text, images or sound, or give --hidden and --layers") from None
 
     return Subject(title, model, run, batch * seq)
+
+
+def _adapt(model: nn.Module, rank: int | None) -> str:
+    """Add adapters to a model of transformers. Returns words for the title."""
+    if rank is None:
+        return ""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise UsageError("--adapters needs peft: pip install peft") from None
+    model.enable_input_require_grads()
+    with torch.device("meta"):
+        get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    return f" with adapters of rank {rank}"
 
 
 def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:

@@ -40,7 +40,7 @@ def plan(arguments) -> int:
     try:
         with Progress() as progress:
             say = functools.partial(progress.show, last=True) if progress.live else lambda text: None
-            num = sum(param.numel() for param in subject.model.parameters())
+            num = sum(param.numel() for param in subject.model.parameters() if param.requires_grad)  # a frozen base may be quantised
             with contextlib.suppress(BudgetError):  # require_place raises it again below, once the largest model is known
                 require_place(num, machine, config)
                 cut_to_fit(subject.model, device_budget_nbytes(machine, config), config)
@@ -111,7 +111,9 @@ def _subject(arguments, config: Config) -> Subject:
     if arguments.model is not None:
         if given := [name for name in ("params", "hidden", "layers", "heads") if getattr(arguments, name)]:
             raise ConfigError(f"--model defines the sizes; leave out --{given[0]}")
-        return hugging_face(arguments.model, arguments.seq, arguments.batch, config.dtype)
+        return hugging_face(arguments.model, arguments.seq, arguments.batch, config.dtype, adapters=arguments.adapters)
+    if arguments.adapters:
+        raise ConfigError("--adapters are for a transformers model: name its config.json with --model")
     hidden, layers = arguments.hidden, arguments.layers
     if arguments.params is not None:
         if hidden or layers:

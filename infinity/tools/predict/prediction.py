@@ -229,6 +229,8 @@ def arrangement(
             visiting, staying = planner.share_device(
                 layout, records, homes, room_nbytes=room, window_nbytes=placement.window_nbytes, may_stay=placement.may_stay
             )
+            if planner.keeps_frozen(layout, (visiting, staying), room_nbytes=room):
+                visiting += [(span.index, 0) for span in layout.spans if not span.trainable]
             on_device += tuple(span for span, _ in visiting)
             taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
             stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
