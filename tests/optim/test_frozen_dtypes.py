@@ -233,7 +233,7 @@ def test_a_frozen_base_and_its_adapters_stay_on_a_device_with_room(tmp_path):
         both()
         assert moved_by(engine, both) == [0, 0]
         engine.device_budget._retreat()
-        assert not engine.device_budget.kept and not any(span.pinned for span in engine.registry.spans)
+        assert not engine.device_budget.residents.frozen and not any(span.pinned for span in engine.registry.spans)
         assert moved_by(engine, both)[0] > 0
         both()
         assert_same_states(states_of(engine, model), states_of(infinity.engine_of(other), other))

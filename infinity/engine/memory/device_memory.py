@@ -44,6 +44,7 @@ from collections.abc import Iterable
 from infinity.engine.memory.activation_meter import ActivationMeter
 from infinity.engine.memory.allocation_trial import AllocationTrial, Shapes
 from infinity.engine.memory.division_sizes import DivisionSizes, SpansOnDevice
+from infinity.engine.memory.residents import Residents
 from infinity.engine.memory.sum_memory import SumMemory
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
@@ -64,13 +65,12 @@ class DeviceBudget:
         self.weights, self.values, self.updater = weights, weights.values, weights.updater
         self.gradients = gradients
         self.placement = placement
+        self.residents = Residents(weights, gradients, placement)
         self.gauge = gauge
         self.sums = SumMemory(_gradient_nbytes, self.registry.chunks)
         self.meter = ActivationMeter(gauge, self.tier, bound_nbytes, self.sums.note_op)
         self.holds_records = False
-        self.promoted: list[tuple[SpanState, int]] = []  # spans with records on the device, and bytes
         self.staying: dict[int, int] = {}  # spans with gradients that wait on the device -> bytes
-        self.kept: list[SpanState] = []  # frozen spans that stay on the device from step to step
         trainable = frozenset(chunk.index for chunk in self.registry.chunks if chunk.trainable and not chunk.on_device)
         self.stayable = trainable if gradients.adder.accumulate else placement.may_stay  # chunks whose gradients may stay, see `Placement`
         self.sizes = DivisionSizes(weights, placement, self.meter, self.sums, self.stayable)
@@ -144,12 +144,15 @@ class DeviceBudget:
         visiting, staying = self._visitors(budget)
         self._leave(budget, visiting, staying)
         for index, nbytes in visiting[len(self.promoted) :]:
-            self._promote(self.registry.spans[index], nbytes)
+            self.staying.pop(index, None)
+            self.residents.promote(self.registry.spans[index], nbytes, by_layer=self._by_layer)
+            self._divide()
         self._stay(staying)
-        if self.holds_records and not self.kept and self.sizes.keep_frozen(budget, (visiting, staying)):
-            self._keep_frozen()
+        if self.holds_records and not self.residents.frozen and self.sizes.keep_frozen(budget, (visiting, staying)):
+            self.residents.keep_frozen()
+            self._divide()
         self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
-        self.values.exchange_homes([chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)])
+        self.values.exchange_homes(self.residents.promoted_chunks)
         has_changed = before != self._division
         self.trial.begin(has_changed and by_step and self.sizes.movable and self.gauge is not None and not returns)
         return has_changed
@@ -193,14 +196,16 @@ class DeviceBudget:
 
     @property
     def _division(self) -> tuple:
-        return self.tier.budget_nbytes, len(self.promoted), list(self.staying), len(self.kept)
+        return self.tier.budget_nbytes, len(self.promoted), list(self.staying), len(self.residents.frozen)
+
+    @property
+    def promoted(self) -> list[tuple[SpanState, int]]:
+        """Spans with records on the device, and the bytes of these records."""
+        return self.residents.promoted
 
     def _divide(self) -> None:
         """Give spans that come and go the memory that records, waiting gradients and frozen weights leave."""
-        taken = self.placement.fixed_nbytes + sum(nbytes for _, nbytes in self.promoted) + sum(self.staying.values())
-        taken += sum(span.nbytes for span in self.kept)
-        if not self.placement.pinned:
-            taken += sum(span.nbytes for span, _ in self.promoted)
+        taken = self.placement.fixed_nbytes + self.residents.nbytes + sum(self.staying.values())
         self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
@@ -267,14 +272,13 @@ class DeviceBudget:
 
     def _leave(self, budget: int, visiting: list[tuple[int, int]], staying: list[tuple[int, int]]) -> None:
         """Reduce the engine to this budget: records and gradients that are not chosen leave. The lists are those of `_visitors`."""
-        if self.kept and not self.sizes.keep_frozen(budget, (visiting, staying)):
-            self._release_frozen()
+        if not self.sizes.keep_frozen(budget, (visiting, staying)):
+            self.residents.release_frozen()
         while len(self.promoted) > len(visiting):
             self._demote()
-        self.promoted = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        for span, _ in self.promoted if self._by_layer else ():
-            for chunk in self.registry.chunks_in(span):
-                self.gradients.memory.free_idle(chunk)
+        self.promoted[:] = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
+        for chunk in self.residents.promoted_chunks if self._by_layer else ():
+            self.gradients.memory.free_idle(chunk)
         chosen = {index for index, _ in (*visiting, *staying)}
         self._send_gradients([span for span in self.staying if span not in chosen])
         self.budget_nbytes = budget
@@ -301,7 +305,7 @@ class DeviceBudget:
         """Reduce the engine to the least device memory that works. Activations get the rest."""
         self.meter.forget_capacity()
         self.in_turn = False
-        self._release_frozen()
+        self.residents.release_frozen()
         while self.promoted:
             self._demote()
         self._send_gradients(list(self.staying))
@@ -310,44 +314,8 @@ class DeviceBudget:
         self._divide()
         self.weights.evict_idle()
 
-    def _keep_frozen(self) -> None:
-        """From now on frozen spans stay on the device."""
-        for span in self.registry.spans:
-            if not span.span.trainable and not span.pinned:
-                self.weights.acquire_aside([span])
-                self.tier.pin(span)
-                self.weights.release(span)
-                self.kept.append(span)
-        self._divide()
-
-    def _release_frozen(self) -> None:
-        while self.kept:
-            self.tier.unpin(span := self.kept.pop())
-            self.weights.evict(span)
-        self._divide()
-
-    def _promote(self, span: SpanState, nbytes: int) -> None:
-        """Bring a span's records, and gradients that wait for step(), to the device, until `_demote`."""
-        chunks = self.registry.chunks_in(span)
-        for chunk in chunks:
-            self.updater.finish(chunk)
-            chunk.copy_for_snapshot()
-            if chunk.gradient.job is not None:
-                self.gradients.wait_for(chunk)
-        if offloaded := [chunk for chunk in chunks if chunk.gradient.is_offloaded]:
-            self.gradients.stay_on_device(offloaded)
-            for chunk in offloaded if self._by_layer else ():
-                self.gradients.memory.set_for_step(chunk.gradient.device_shard, True)
-        self.staying.pop(span.index, None)
-        self.weights.acquire_aside([span])
-        self.values.keep_written(span)
-        if not span.pinned:
-            self.tier.pin(span)
-        for chunk in self.registry.chunks_in(span):
-            self.values.to_device(chunk)
-        self.values.make_snapshot(span)
-        self.weights.release(span)
-        self.promoted.append((span, nbytes))
+    def _demote(self) -> None:
+        self.residents.demote()
         self._divide()
 
     def _send_gradients(self, spans: list[int]) -> None:
@@ -363,23 +331,6 @@ class DeviceBudget:
     def _may_stay(self, span: int) -> list[ChunkState]:
         chunks = self.registry.chunks_in(self.registry.spans[span])
         return [chunk for chunk in chunks if chunk.index in self.stayable]
-
-    def _demote(self) -> None:
-        """Send the records that were promoted last back to their homes. Weights that an op holds stay until the op ends."""
-        span, _ = self.promoted[-1]
-        self.gradients.drain()
-        self.updater.drain()
-        self.values.keep_written(span)
-        for chunk in self.registry.chunks_in(span):
-            self.values.to_home(chunk)
-            self.gradients.leave_device(chunk)
-        self.values.drop_snapshot(span)
-        if not self.placement.pinned:
-            self.tier.unpin(span)
-            if not span.holds:
-                self.weights.invalidate(span)
-        self.promoted.pop()
-        self._divide()
 
 
 def _gradient_nbytes(chunk: ChunkState) -> int:
