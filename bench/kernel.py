@@ -1,9 +1,8 @@
 """Parameters per second of the update kernel, beside torch's fused fp32 AdamW on the same cores and the same kind of memory.
 
 The kernel moves 26 bytes a parameter (bf16 split master, bf16 gradient), 18 with bf16 moments and 14 with 8-bit moments. torch's kernel moves
-28 (all fp32). Every
-round runs each variant once over the whole working set, so a slow moment of the machine affects all variants. The ratio is taken within
-a round.
+28 (all fp32). Every round runs each variant once over the whole working set, so a slow moment of the machine affects all variants. The ratio
+is taken within a round.
 
     python bench/kernel.py                       # one core, then all cores
     python bench/kernel.py --cores 1 4 16 --json kernel.json
@@ -141,8 +140,8 @@ def measure(chunks: Chunks, cores: list[int], isas: list[str], rounds: int) -> l
 def main() -> None:
     all_cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=positive, nargs="+", default=sorted({1, len(all_cores)}), help="numbers of cores")
-    parser.add_argument("--isa", nargs="+", default=list(_adam.isas()), choices=_adam.isas())
+    parser.add_argument("--cores", type=positive, nargs="+", help="numbers of cores; default: one, and all")
+    parser.add_argument("--isa", nargs="+", choices=_adam.isas(), help="default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=positive, default=11)
     parser.add_argument("--num-chunks", type=positive, default=8)
@@ -153,7 +152,12 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.device == "cuda":
-        args.isa, args.cores = ["triton"], [1]
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: this machine has no GPU that PyTorch can use")
+        if args.isa is not None or args.cores is not None:
+            parser.error("--device cuda has one kernel: leave out --isa and --cores")
+    args.isa = args.isa or (list(_adam.isas()) if args.device == "cpu" else ["triton"])
+    args.cores = args.cores or (sorted({1, len(all_cores)}) if args.device == "cpu" else [1])
     chunks = Chunks(args.num_chunks, args.chunk_numel, args.plain_memory, args.values, args.device)
     rows = []
     print(f"{chunks.numel / 1e6:.0f} M parameters, {args.rounds} rounds, torch {torch.__version__}")

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import math
+import statistics
 import tempfile
 
 import torch
@@ -59,7 +60,7 @@ def main():
 
 
 def loss_of(report: dict, kind: str) -> float:
-    return report["held_out"] if kind == "held_out" else sum(report["losses"][-50:]) / 50
+    return report["held_out"] if kind == "held_out" else statistics.mean(report["losses"][-50:])
 
 
 def run(options, text, seed: int, kind: str) -> dict:

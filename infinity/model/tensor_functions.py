@@ -29,7 +29,7 @@ _INITIALISERS = frozenset("normal_ uniform_ constant_ kaiming_uniform_".split())
 
 @functools.lru_cache(1024)  # a model has few functions, and calls each for every parameter
 def is_metadata(func) -> bool:
-    """Whether the result depends only on shape, dtype and device of a tensor. Or whether func sets `requires_grad`, which needs no values."""
+    """Whether the result depends only on shape, dtype and device of a tensor. Also true if func sets `requires_grad`: this needs no values."""
     if getattr(func, "__name__", "") in _METADATA_FUNCTIONS or attribute_of(func, "__get__") in _METADATA:
         return True
     return attribute_of(func, "__set__") == "requires_grad"

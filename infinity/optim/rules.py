@@ -12,7 +12,7 @@ elementwise rule is one rounding of fp32, so a shard has the same bits on every 
 # [Note: units of a rule]
 # An update of one element may depend on other elements: on the whole matrix in Muon, on the norm of the whole parameter in LAMB. A unit is
 # the set of elements that one update reads. No shard and no chunk cuts a unit (unit_packing.py). So each rank updates its shard alone. A rule
-# of whole matrices or parameters computes on the GPU, if there is one: the segments of one unit after the other go there and come back. So
+# of whole matrices or parameters computes on the GPU, if there is one: the units go there in order and come back. So
 # all records have the same arithmetic, wherever they rest.
 
 from __future__ import annotations

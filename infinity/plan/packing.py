@@ -21,8 +21,8 @@ Pure arithmetic over names and sizes. Must not know tiers or files. Offsets and 
 #
 #            Small ones whose names have more modules in common with what follows lead that instead, as many as make a tail:
 #            the norm at a block's start would else bring back the matrix before it, or the embedding, each time the block is
-#            run again. For the same reason a tail ends before more elements of other formats than it may have itself: over a
-#            quantised base, the norms of all layers would else ride behind the embedding.
+#            run again. A tail also ends if the parameters of other formats that follow have more elements than a tail may have.
+#            Without this rule, all norms over a quantised base would be in the embedding's span.
 #
 # Parameters whose update needs whole matrices are packed otherwise: see unit_packing.py.
 #

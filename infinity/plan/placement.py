@@ -330,8 +330,8 @@ def share_device(
 
 
 def keeps_frozen(layout: Layout, found: tuple[list[tuple[int, int]], list[tuple[int, int]]], *, room_nbytes: int) -> bool:
-    """Whether frozen weights stay on the device from step to step: it can hold all weights beside these records and gradients. found: of
-    `share_device` with this room."""
+    """Whether frozen weights stay on the device from step to step: it can hold all weights beside these records and gradients. found: the
+    result of `share_device` for the same room_nbytes."""
     taken = sum(nbytes for both in found for _, nbytes in both) + sum(span.nbytes for span in layout.spans)
     return taken <= room_nbytes
 

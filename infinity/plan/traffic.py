@@ -108,8 +108,8 @@ def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, 
 def _guests(
     layout: Layout, records: Sequence[Record], placement: Placement, step: Step
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Spans whose records fit the device or whose frozen weights stay there, and spans whose waiting gradients fit, each with the bytes there
-    beside the weights."""
+    """Two dicts from a span to its device bytes, weights excluded. First: spans with records on the device, and frozen spans that stay.
+    Second: spans with waiting gradients there."""
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
     if not step.may_visit:
         return {}, {}

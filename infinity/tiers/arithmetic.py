@@ -202,13 +202,16 @@ def _dithered(run: Run, params: list[ParameterState], seed: int | None) -> Itera
 
 def rehearse(formats: Iterable[Format], rules: list[tuple[Rule, dict]], device: torch.device) -> None:
     """Sum the squares of a small gradient of each format on a device and, with a rule of Adam, update a small shard: the first use of a kernel
-    compiles the kernel. Other rules have no kernels. rules: each with a parameter group.
+    compiles the kernel. Other rules have no kernels. Frozen formats are decoded. rules: each with a parameter group.
     """
     adam = next(((rule, group) for rule, group in rules if isinstance(rule, AdamRule)), None)
     for format in formats:
         segments = {
             segment.name: torch.zeros(segment.count(BLOCK_NUMEL), dtype=TORCH_DTYPES[segment.dtype], device=device) for segment in format.segments
         }
+        if not format.trainable:
+            Shard(format, segments).codec.weights(Shard(format, segments))
+            continue
         gradient = torch.zeros(BLOCK_NUMEL, dtype=TORCH_DTYPES[format.gradient], device=device)
         NormAccumulator(device).add(gradient)
         if adam is not None and format.moments == adam[0].moments:

@@ -5,13 +5,13 @@ Knows segments, rules and CUDA streams. Must not know chunks, the place of a rec
 
 # [Note: three units on the device]
 # If the record is in host memory, a unit (a matrix or a parameter) goes to the device, is updated there, and comes back. Three streams let
-# both links and the device work at once: while one unit is updated, the next one arrives and the last one leaves. So the device has room for
-# three units. The thread that gives out the work waits only when a fourth one would begin.
+# both links and the device work at once: while one unit is updated, the next one arrives and the last one leaves. So the device holds three
+# units, or fewer if these are large. The thread that gives out the work waits only when another unit would exceed this.
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from infinity.optim.rules import Rule
 from infinity.optim.shard import Shard
 
 _UNITS_ON_DEVICE = 3
+_MOST_NBYTES = 2 << 30  # of the units on the device, unless one alone has more
 
 
 class Unit(NamedTuple):
@@ -34,6 +35,10 @@ class Unit(NamedTuple):
     grad_scale: float
     dither: Dither | None
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in (*self.shard.values(), self.gradient))
 
     def apply(self, shard: Shard, gradient: torch.Tensor) -> None:
         """Update a copy of the shard. gradient: on the device of the copy."""
@@ -49,12 +54,12 @@ class UnitUpdates:
 
     def update(self, units: Iterable[Unit]) -> None:
         """Update all units in place, in order. All are either on the device or in host memory. When it returns, units of host memory have
-        their new values, and units on the device get them in the current stream."""
+        their new values. For units on the device, the current stream computes the new values."""
         units = iter(units)
         first = next(units, None)
         if first is None:
             return
-        if first.gradient.device == self.device:
+        if first.gradient.device.type == self.device.type:
             for unit in (first, *units):
                 unit.apply(_of_rule(unit.shard), unit.gradient)
         else:
@@ -62,11 +67,13 @@ class UnitUpdates:
 
     def _update_from_host(self, first: Unit, others: Iterator[Unit]) -> None:
         arrives, computes, leaves = self._streams
-        on_device: deque[tuple[torch.cuda.Event, Shard, torch.Tensor]] = deque()  # tensors live until the event: three streams use them
+        # Tensors live until the event, because three streams use them.
+        on_device: deque[tuple[torch.cuda.Event, Shard, torch.Tensor, int]] = deque()
         try:
             for unit in _chained(first, others):
-                if len(on_device) == _UNITS_ON_DEVICE:
-                    on_device.popleft()[0].synchronize()
+                while on_device and not _has_room(unit.nbytes, [nbytes for *_, nbytes in on_device]):
+                    on_device[0][0].synchronize()
+                    on_device.popleft()
                 here = _of_rule(unit.shard)
                 with torch.cuda.stream(arrives):
                     there = Shard(here.format, {name: segment.to(self.device, non_blocking=True) for name, segment in here.items()})
@@ -78,10 +85,15 @@ class UnitUpdates:
                 with torch.cuda.stream(leaves):
                     for name, segment in here.items():
                         segment.copy_(there[name], non_blocking=True)
-                on_device.append((leaves.record_event(), there, gradient))
+                on_device.append((leaves.record_event(), there, gradient, unit.nbytes))
         finally:  # also after an error: copies to and from slots of host memory are under way
             for stream in self._streams:
                 stream.synchronize()
+
+
+def _has_room(nbytes: int, on_device: Sequence[int]) -> bool:
+    """Whether a unit of this size may arrive beside units of these sizes."""
+    return len(on_device) < _UNITS_ON_DEVICE and nbytes + sum(on_device) <= _MOST_NBYTES
 
 
 def _of_rule(shard: Shard) -> Shard:

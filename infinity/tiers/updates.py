@@ -82,7 +82,7 @@ class Updater:
     def rehearse(self, optimizers) -> None:
         """Compile the kernels of a GPU before the first step, while the records are written."""
         device = self.gradients.device
-        formats = {chunk.record.format for chunk in self.chunks if chunk.trainable}
+        formats = {chunk.record.format for chunk in self.chunks if chunk.trainable or chunk.record.format.is_coded}
 
         def work() -> None:
             with contextlib.suppress(Exception):  # an update will raise the error again

@@ -154,13 +154,14 @@ class Values:
         with self.shard(chunk, change=True) as shard:
             yield shard
 
-    def keep_written(self, span: SpanState) -> None:
-        """Adopt the values that forward passes wrote to parameters of a HOME span."""
+    def keep_written(self, span: SpanState) -> bool:
+        """Adopt the values that forward passes wrote to parameters of a HOME span. Returns whether there were any."""
         written = span.written()
         if written:
             self.adopt(span, written)
             for state in written:
                 state.version = state.counter._version
+        return bool(written)
 
     @torch.no_grad()
     def adopt(self, span: SpanState, written: Sequence[ParameterState], before: torch.Tensor | None = None) -> bool:

@@ -141,10 +141,19 @@ class Weights:
                 self.bring(span)
 
     def evict_idle(self) -> None:
-        """Free all spans without holds."""
+        """Free all spans without holds. Records of frozen spans that stay get what forward passes have written."""
         for span in self.registry.spans:
-            if span.allocated and not span.pinned and not span.holds:
+            if not span.allocated or span.holds:
+                continue
+            if not span.pinned:
                 self.evict(span)
+            elif not span.span.trainable and not self._stays(span) and self.values.keep_written(span):
+                self.note_rounded(span)
+
+    def note_rounded(self, span: SpanState) -> None:
+        """A span without holds has given its values to the records. Codes round these values, so the next use must read the codes."""
+        if span.span.format.is_coded:
+            self.invalidate(span)
 
     def evictable(self) -> list[int]:
         """Indices of spans that are home or on the way, without holds, not pinned."""

@@ -394,7 +394,7 @@ def _add_plan(commands):
     model.add_argument("--vocab", type=whole, default=50257, metavar="N", help="number of tokens")
     other = "config.json of a transformers model (text, images or sound), instead of a GPT"
     model.add_argument("--model", type=path, metavar="FILE", help=other)
-    adapters = "LoRA adapters of this rank beside every linear layer of --model but the output layer; all other weights are frozen"
+    adapters = "add LoRA adapters of this rank to each linear layer of --model except the output layer; all other weights are frozen"
     model.add_argument("--adapters", type=whole, metavar="RANK", help=adapters)
     model.add_argument("--seq", type=whole, default=1024, metavar="N", help="length of a sequence")
     model.add_argument("--batch", type=whole, default=1, metavar="N", help="sequences per device and step")

@@ -232,11 +232,45 @@ def test_a_frozen_base_and_its_adapters_stay_on_a_device_with_room(tmp_path):
                 each[1].base.weight.data.mul_(2)
         both()
         assert moved_by(engine, both) == [0, 0]
+        for each in (model, other):  # a block inside another one, whose change the outer block takes back
+            weight = each[2].base.weight
+            with infinity.gathered([weight]):
+                with infinity.gathered([weight]):
+                    weight.data.mul_(3)
+                weight.data.div_(3)
+        both()
+        assert moved_by(engine, both) == [0, 0]
         engine.device_budget._retreat()
-        assert not engine.device_budget.residents.frozen and not any(span.pinned for span in engine.registry.spans)
+        assert not engine.device_budget.kept.frozen and not any(span.pinned for span in engine.registry.spans)
         assert moved_by(engine, both)[0] > 0
         both()
         assert_same_states(states_of(engine, model), states_of(infinity.engine_of(other), other))
+
+
+class Shrinking(Adapted):
+    """Its forward pass writes to the frozen weight."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.base.weight.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_frozen_weight_that_forward_writes_has_the_same_bits(tmp_path):
+    def make():
+        model = adapted()
+        model[2] = Shrinking(96)
+        model[2].base.requires_grad_(False)
+        return model
+
+    found = []
+    for place in ({"device_memory": "110KiB"}, PLACES["host"]):
+        with training(make, tmp_path / str(len(found)), dtype="bf16", **place) as (model, engine, optimizer):
+            losses = [step(model, optimizer, number) for number in range(5)]
+            assert bool(engine.device_budget.kept.frozen) == (not found)
+            found.append((losses, states_of(engine, model)))
+    assert found[0][0] == found[1][0]
+    assert_same_states(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])

@@ -166,6 +166,15 @@ def test_adapters_over_a_quantised_base_are_planned(node, capsys):
     assert gradients == pytest.approx(4 * adapters, rel=0.05)
 
 
+def test_adapters_of_packed_experts_are_refused(node, capsys):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.MixtralConfig(**sizes, vocab_size=200, num_local_experts=4, architectures=["MixtralForCausalLM"]).save_pretrained(node)
+    status, _, errors = run(capsys, "--model", str(node), "--adapters", "8")
+    assert status == 2 and "--adapters: MixtralForCausalLM packs its experts" in errors
+
+
 def test_adapters_need_a_model_of_transformers(node, capsys):
     status, _, errors = run(capsys, *SMALL, "--adapters", "8")
     assert status == 2 and errors == "infinity: error: --adapters are for a transformers model: name its config.json with --model\n"

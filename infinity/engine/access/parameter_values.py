@@ -46,6 +46,8 @@ class ParameterValues:
         self._loaded: dict[int, torch.Tensor] = {}  # values that were read or written before the start, by index
         self._exact: dict[int, torch.Tensor] = {}  # values that parameters with these ids hold in rounded form
         self._dtypes: list[torch.dtype] = []
+        self._gathered: list[dict[SpanState, torch.Tensor]] = []  # the values at the begin of each open block of `gathered`
+        self._rounded: set[SpanState] = set()  # spans whose records have rounded what such a block has written
         self._reader: Callable[[nn.Parameter], torch.Tensor] | None = None  # makes the values of a state_dict, inside `read_by`
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
@@ -206,11 +208,13 @@ class ParameterValues:
         if None in states:
             raise ConfigError("infinity.gathered: a parameter does not belong to this engine")
         before: dict[SpanState, torch.Tensor] = {}
+        self._gathered.append(before)
         try:
             self._gather(dict.fromkeys(self.registry.span_of(state) for state in states), before)
             with self.calls.saved_tensors():
                 yield
         finally:
+            self._gathered = [each for each in self._gathered if each is not before]
             self._adopt(before)
 
     @contextlib.contextmanager
@@ -265,10 +269,15 @@ class ParameterValues:
                 for state in span.params:
                     state.version = state.counter._version
                     state.release()
-                changed = self.values.adopt(span, (), value)
+                if self.values.adopt(span, (), value):
+                    self._rounded.add(span)
+                    for outer in self._gathered:  # blocks around this one: the records have these values now
+                        if span in outer:
+                            outer[span] = span.flat.clone()
                 self.weights.release(span)
-                if changed and span.span.format.is_coded and not span.holds:
-                    self.weights.invalidate(span)  # codes stand for other values than the program has written
+                if span in self._rounded and not self.weights.is_held(span):
+                    self._rounded.remove(span)
+                    self.weights.note_rounded(span)
 
     # Called by parameters: [Note: parameters with two classes] in parameters.py.
 

@@ -12,7 +12,7 @@ come from the training thread, on all ranks at the same points.
 # hide the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting
 # record keeps a place at home, in host memory or on NVMe, and returns there when inputs grow.
 # Frozen weights never change. They stay from step to step if the device can hold all weights beside these records and gradients. Otherwise a
-# step fetches them again. (8.2 B parameters, adapters over an nf4 base on an H200: a forward pass waited 40 ms for the first ones.)
+# step fetches them again. (8.2 B parameters, adapters over an nf4 base on an H200: with fetches, a forward pass waited 40 ms for them.)
 # Gradients that wait for step() come before records, if they have no place in host memory or several passes add to them. They stay until
 # their update begins. In a step of several passes, gradients that have arrived come to the device after the first pass. In host memory, places
 # for gradients come before homes of visiting records, so that more records can visit ([Note: how budgets are spent] in placement.py). Only if
@@ -44,7 +44,7 @@ from collections.abc import Iterable
 from infinity.engine.memory.activation_meter import ActivationMeter
 from infinity.engine.memory.allocation_trial import AllocationTrial, Shapes
 from infinity.engine.memory.division_sizes import DivisionSizes, SpansOnDevice
-from infinity.engine.memory.residents import Residents
+from infinity.engine.memory.kept_spans import KeptSpans
 from infinity.engine.memory.sum_memory import SumMemory
 from infinity.plan.memory_needs import gradient_nbytes
 from infinity.plan.placement import Placement
@@ -65,7 +65,7 @@ class DeviceBudget:
         self.weights, self.values, self.updater = weights, weights.values, weights.updater
         self.gradients = gradients
         self.placement = placement
-        self.residents = Residents(weights, gradients, placement)
+        self.kept = KeptSpans(weights, gradients, placement)
         self.gauge = gauge
         self.sums = SumMemory(_gradient_nbytes, self.registry.chunks)
         self.meter = ActivationMeter(gauge, self.tier, bound_nbytes, self.sums.note_op)
@@ -145,14 +145,14 @@ class DeviceBudget:
         self._leave(budget, visiting, staying)
         for index, nbytes in visiting[len(self.promoted) :]:
             self.staying.pop(index, None)
-            self.residents.promote(self.registry.spans[index], nbytes, by_layer=self._by_layer)
+            self.kept.promote(self.registry.spans[index], nbytes, by_layer=self._by_layer)
             self._divide()
         self._stay(staying)
-        if self.holds_records and not self.residents.frozen and self.sizes.keep_frozen(budget, (visiting, staying)):
-            self.residents.keep_frozen()
+        if self.holds_records and not self.kept.frozen and self.sizes.keep_frozen(budget, (visiting, staying)):
+            self.kept.keep_frozen()
             self._divide()
         self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
-        self.values.exchange_homes(self.residents.promoted_chunks)
+        self.values.exchange_homes(self.kept.promoted_chunks)
         has_changed = before != self._division
         self.trial.begin(has_changed and by_step and self.sizes.movable and self.gauge is not None and not returns)
         return has_changed
@@ -196,16 +196,16 @@ class DeviceBudget:
 
     @property
     def _division(self) -> tuple:
-        return self.tier.budget_nbytes, len(self.promoted), list(self.staying), len(self.residents.frozen)
+        return self.tier.budget_nbytes, len(self.promoted), list(self.staying), len(self.kept.frozen)
 
     @property
     def promoted(self) -> list[tuple[SpanState, int]]:
         """Spans with records on the device, and the bytes of these records."""
-        return self.residents.promoted
+        return self.kept.promoted
 
     def _divide(self) -> None:
         """Give spans that come and go the memory that records, waiting gradients and frozen weights leave."""
-        taken = self.placement.fixed_nbytes + self.residents.nbytes + sum(self.staying.values())
+        taken = self.placement.fixed_nbytes + self.kept.nbytes + sum(self.staying.values())
         self.tier.budget_nbytes = max(self.budget_nbytes - taken, self.placement.least_nbytes - self.placement.fixed_nbytes)
         self.tier.limit_nbytes = max(self.placement.device_nbytes - taken, self.tier.budget_nbytes)
 
@@ -273,11 +273,11 @@ class DeviceBudget:
     def _leave(self, budget: int, visiting: list[tuple[int, int]], staying: list[tuple[int, int]]) -> None:
         """Reduce the engine to this budget: records and gradients that are not chosen leave. The lists are those of `_visitors`."""
         if not self.sizes.keep_frozen(budget, (visiting, staying)):
-            self.residents.release_frozen()
+            self.kept.release_frozen()
         while len(self.promoted) > len(visiting):
             self._demote()
         self.promoted[:] = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        for chunk in self.residents.promoted_chunks if self._by_layer else ():
+        for chunk in self.kept.promoted_chunks if self._by_layer else ():
             self.gradients.memory.free_idle(chunk)
         chosen = {index for index, _ in (*visiting, *staying)}
         self._send_gradients([span for span in self.staying if span not in chosen])
@@ -305,7 +305,7 @@ class DeviceBudget:
         """Reduce the engine to the least device memory that works. Activations get the rest."""
         self.meter.forget_capacity()
         self.in_turn = False
-        self.residents.release_frozen()
+        self.kept.release_frozen()
         while self.promoted:
             self._demote()
         self._send_gradients(list(self.staying))
@@ -315,7 +315,7 @@ class DeviceBudget:
         self.weights.evict_idle()
 
     def _demote(self) -> None:
-        self.residents.demote()
+        self.kept.demote()
         self._divide()
 
     def _send_gradients(self, spans: list[int]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,8 +112,11 @@ def _adapt(model: nn.Module, rank: int | None) -> str:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UsageError("--adapters needs peft: pip install peft") from None
+    if any(".experts." in name and param.dim() == 3 for name, param in model.named_parameters()):
+        raise ConfigError(f"--adapters: {type(model).__name__} packs its experts, and adapters of peft for these do not run without values")
     model.enable_input_require_grads()
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about transformers
         get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     return f" with adapters of rank {rank}"
 

@@ -12,8 +12,8 @@ from infinity.tiers.span_state import SpanState
 from infinity.tiers.weights import Weights
 
 
-class Residents:
-    """Changes which spans stay. All calls come from the training thread, on all ranks at the same points."""
+class KeptSpans:
+    """Changes which spans are kept on the device. All calls come from the training thread, on all ranks at the same points."""
 
     def __init__(self, weights: Weights, gradients: Gradients, placement: Placement):
         self.registry, self.tier = weights.registry, weights.tier
@@ -71,9 +71,11 @@ class Residents:
         self.promoted.pop()
 
     def keep_frozen(self) -> None:
-        """From now on frozen spans stay, until `release_frozen`."""
+        """From now on frozen spans stay, until `release_frozen`. Spans that forward passes write to, such as embeddings with max_norm, come and
+        go: their records get the new values when they go."""
         for span in self.registry.spans:
-            if not span.span.trainable and not span.pinned:
+            is_written = any(state.written_in_forward for state in span.params)
+            if not span.span.trainable and not span.pinned and not is_written:
                 self.weights.acquire_aside([span])
                 self.tier.pin(span)
                 self.weights.release(span)
