@@ -626,6 +626,20 @@ def test_gathered_parameters_are_changed_as_in_plain_pytorch(edit, tmp_path):
     train_both(mlp, tmp_path, edit=gathering, device_memory="auto")
 
 
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_block_may_take_back_what_a_block_inside_it_has_changed(place, tmp_path):
+    with training(mlp, tmp_path, param_tier=place, optimizer_state_tier=place) as (model, engine, _):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        weight = next(iter(model.parameters()))
+        with infinity.gathered([weight]):
+            with infinity.gathered([weight]):
+                weight.data.mul_(2)
+            assert not torch.equal(next(iter(model.state_dict().values())), next(iter(before.values())))
+            weight.data.div_(2)
+        for name, value in model.state_dict().items():
+            assert_same_bits(value, before[name], name)
+
+
 def test_gathered_parameters_are_read_as_in_plain_pytorch(tmp_path):
     """State dict, vector, deep copy and moving average have the updated values before the updates are written."""
     reference_model, reference = plain(mlp)
