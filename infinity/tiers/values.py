@@ -156,8 +156,7 @@ class Values:
 
     def keep_written(self, span: SpanState) -> bool:
         """Adopt the values that forward passes wrote to parameters of a HOME span. Returns whether there were any."""
-        written = span.written()
-        if written:
+        if written := span.written():
             self.adopt(span, written)
             for state in written:
                 state.version = state.counter._version
