@@ -338,6 +338,7 @@ def test_the_largest_model_of_very_many_ranks_is_found(node):
     assert largest_parameters(machine, Config(dtype="bf16"), arguments).parameters > 1e12
 
 
+@pytest.mark.long
 def test_the_largest_model_is_found_in_few_layouts_with_progress(node, capsys, monkeypatch):
     tried, arrangement = [], largest_model.arrangement
 

@@ -166,6 +166,7 @@ RANKS = """
 """
 
 
+@pytest.mark.long
 def test_bytes_of_collectives_are_compared():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
