@@ -48,9 +48,10 @@ def everything_in(*paths):
     return sorted(str(found.relative_to(path)) for path in paths for found in path.rglob("*"))
 
 
-def start_python(source, *arguments, **options):
-    """A process that runs the source, with pipes for stdout and stderr. The package and the tests are on PYTHONPATH."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+def start_python(source, *arguments, variables=None, **options):
+    """A process that runs the source, with pipes for stdout and stderr. The package and the tests are on PYTHONPATH. variables: more of the
+    environment."""
+    environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, **pipes, **options)
@@ -126,8 +127,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
 
 def run_interpreted(program):
     """Run a program in a new Python process, with Triton's interpreter. It can import the test modules."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = run_python(program, variables={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr
 
 

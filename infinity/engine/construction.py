@@ -55,8 +55,8 @@ def init(config: Config | None = None, *, window: int | None = None):
     """An engine manages the modules that are built inside the block.
 
     No process holds more than `window` bytes of their parameters in host memory or on the device, besides the module under construction.
-    Default: 8 % of free host memory, and 40 % of free device memory or of device_memory, each at least 1 GiB. If all parameters together have at most `window`
-    bytes (default 1 GiB), they hold their values when the block ends.
+    Default: 8 % of free host memory, and 40 % of free device memory or of device_memory, each at least 1 GiB. If all parameters together have
+    at most `window` bytes (default 1 GiB), they hold their values when the block ends.
 
     With the same seed the weights are those of a plain construction, bit for bit. Every rank must build the same modules.
     """

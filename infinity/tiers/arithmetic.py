@@ -210,7 +210,8 @@ def rehearse(formats: Iterable[Format], rules: list[tuple[Rule, dict]], device: 
             segment.name: torch.zeros(segment.count(BLOCK_NUMEL), dtype=TORCH_DTYPES[segment.dtype], device=device) for segment in format.segments
         }
         if not format.trainable:
-            Shard(format, segments).codec.weights(Shard(format, segments))
+            shard = Shard(format, segments)
+            shard.codec.weights(shard)
             continue
         gradient = torch.zeros(BLOCK_NUMEL, dtype=TORCH_DTYPES[format.gradient], device=device)
         NormAccumulator(device).add(gradient)

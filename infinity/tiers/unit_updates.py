@@ -10,8 +10,9 @@ Knows segments, rules and CUDA streams. Must not know chunks, the place of a rec
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,14 +64,14 @@ class UnitUpdates:
             for unit in (first, *units):
                 unit.apply(_of_rule(unit.shard), unit.gradient)
         else:
-            self._update_from_host(first, units)
+            self._update_from_host(itertools.chain([first], units))
 
-    def _update_from_host(self, first: Unit, others: Iterator[Unit]) -> None:
+    def _update_from_host(self, units: Iterable[Unit]) -> None:
         arrives, computes, leaves = self._streams
         # Tensors live until the event, because three streams use them.
         on_device: deque[tuple[torch.cuda.Event, Shard, torch.Tensor, int]] = deque()
         try:
-            for unit in _chained(first, others):
+            for unit in units:
                 while on_device and not _has_room(unit.nbytes, [nbytes for *_, nbytes in on_device]):
                     on_device[0][0].synchronize()
                     on_device.popleft()
@@ -99,8 +100,3 @@ def _has_room(nbytes: int, on_device: Sequence[int]) -> bool:
 def _of_rule(shard: Shard) -> Shard:
     """The segments that a rule may change."""
     return Shard(shard.format, {name: segment for name, segment in shard.items() if name != AVERAGE})
-
-
-def _chained(first: Unit, others: Iterator[Unit]) -> Iterator[Unit]:
-    yield first
-    yield from others

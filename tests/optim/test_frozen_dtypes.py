@@ -57,6 +57,8 @@ def test_a_value_gets_the_nearest_number_of_its_block(name):
 
 def decoded_both_ways(name, numel, dtype, device):
     """Values by the kernel, and in operations of torch on the CPU. Bytes are random, so that every code and every scale occurs."""
+    from infinity.optim import _block_codes_triton  # needs Triton
+
     code, generator = CODES[name], torch.Generator().manual_seed(numel)
     codes = torch.randint(256, (-(-numel // code.per_byte),), dtype=torch.uint8, generator=generator)
     scales = torch.randint(256, (-(-numel // code.block),), dtype=torch.uint8, generator=generator)
@@ -65,14 +67,8 @@ def decoded_both_ways(name, numel, dtype, device):
     expected, found = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device=device)
     code.decode_in_torch(codes, scales, expected)
     numbers = code.tables(found.device)[0]
-    _block_codes_triton().decode(codes.to(device), numbers, scales.to(device), code.block, found)
+    _block_codes_triton.decode(codes.to(device), numbers, scales.to(device), code.block, found)
     return found.cpu(), expected
-
-
-def _block_codes_triton():
-    from infinity.optim import _block_codes_triton
-
-    return _block_codes_triton
 
 
 def check_kernel(device):

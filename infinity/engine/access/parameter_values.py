@@ -47,7 +47,7 @@ class ParameterValues:
         self._exact: dict[int, torch.Tensor] = {}  # values that parameters with these ids hold in rounded form
         self._dtypes: list[torch.dtype] = []
         self._gathered: list[dict[SpanState, torch.Tensor]] = []  # the values at the begin of each open block of `gathered`
-        self._rounded: set[SpanState] = set()  # spans whose records have rounded what such a block has written
+        self._changed: set[SpanState] = set()  # spans that such a block has changed, until nothing holds them
         self._reader: Callable[[nn.Parameter], torch.Tensor] | None = None  # makes the values of a state_dict, inside `read_by`
 
     def renew(self, named: list[tuple[str, nn.Parameter]], dtypes: list[torch.dtype]) -> None:
@@ -270,13 +270,13 @@ class ParameterValues:
                     state.version = state.counter._version
                     state.release()
                 if self.values.adopt(span, (), value):
-                    self._rounded.add(span)
+                    self._changed.add(span)
                     for outer in self._gathered:  # blocks around this one: the records have these values now
                         if span in outer:
                             outer[span] = span.flat.clone()
                 self.weights.release(span)
-                if span in self._rounded and not self.weights.is_held(span):
-                    self._rounded.remove(span)
+                if span in self._changed and not self.weights.is_held(span):
+                    self._changed.remove(span)
                     self.weights.note_rounded(span)
 
     # Called by parameters: [Note: parameters with two classes] in parameters.py.

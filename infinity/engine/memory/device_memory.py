@@ -148,7 +148,7 @@ class DeviceBudget:
             self.kept.promote(self.registry.spans[index], nbytes, by_layer=self._by_layer)
             self._divide()
         self._stay(staying)
-        if self.holds_records and not self.kept.frozen and self.sizes.keep_frozen(budget, (visiting, staying)):
+        if self.holds_records and not self.kept.frozen and self.sizes.keeps_frozen(budget, (visiting, staying)):
             self.kept.keep_frozen()
             self._divide()
         self.weights.lanes.drain()  # copies of visitors' weights still pin their homes
@@ -272,7 +272,7 @@ class DeviceBudget:
 
     def _leave(self, budget: int, visiting: list[tuple[int, int]], staying: list[tuple[int, int]]) -> None:
         """Reduce the engine to this budget: records and gradients that are not chosen leave. The lists are those of `_visitors`."""
-        if not self.sizes.keep_frozen(budget, (visiting, staying)):
+        if not self.sizes.keeps_frozen(budget, (visiting, staying)):
             self.kept.release_frozen()
         while len(self.promoted) > len(visiting):
             self._demote()

@@ -58,7 +58,7 @@ class DivisionSizes:
             with_gradients=not by_layer,
         )
 
-    def keep_frozen(self, budget: int, found: SpansOnDevice) -> bool:
+    def keeps_frozen(self, budget: int, found: SpansOnDevice) -> bool:
         """Whether frozen weights stay on the device from step to step."""
         room_nbytes = budget - self.placement.gradient_limit_nbytes
         return self.movable and planner.keeps_frozen(self.registry.layout, found, room_nbytes=room_nbytes)
