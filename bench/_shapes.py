@@ -28,7 +28,10 @@ SHAPES = {  # values by NAMES, whether the head is the embedding, and other opti
     "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "mixtral7b": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # 8 experts, 2 a token
     "mixtral7b-modules": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # the same, a module an expert
-    "qwen30b": ("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), False, {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128}),  # 8 a token
+    "qwen30b": (  # 8 experts a token
+        *("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), False),
+        {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128},
+    ),
 }
 
 
@@ -54,6 +57,12 @@ def size_of(name: str, sequence: int) -> Size:
 
 def vocab_of(name: str) -> int:
     return SHAPES[name][1][NAMES.index("vocab_size")]
+
+
+def draw_tokens(name: str, batch: int, tokens: int, seed: int) -> torch.Tensor:
+    """int64 [batch, tokens + 1] on the CPU. A quarter of the vocabulary gets half of the tokens."""
+    drawn = torch.rand(batch, tokens + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn.square() * vocab_of(name)).long()
 
 
 def make(name: str, sequence: int, loss_tokens: int, device: torch.device) -> nn.Module:
@@ -116,10 +125,10 @@ class Causal(nn.Module):
         try:
             import transformers
         except ImportError:
-            raise UsageError("bench/finetune.py needs transformers: pip install transformers") from None
+            raise UsageError("these models need transformers: pip install transformers") from None
         family, values, is_tied, *others = SHAPES[name]
         told = {"max_position_embeddings": sequence, "tie_word_embeddings": is_tied, "use_cache": False}
-        told = {**told, **(others[0] if others else {})}
+        told |= dict(*others)
         config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
         with modules_for_experts() if name.endswith("-modules") else contextlib.nullcontext():
             self.model = getattr(transformers, f"{family}ForCausalLM")(config)

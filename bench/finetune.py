@@ -8,7 +8,9 @@
 Models have random weights: 1b and 3b have the shapes of Llama 3.2, 8b of Llama 3.1, qwen7b of Qwen2.5-7B. 14b is a Llama with the
 dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of them for keys, 152,064 tokens), 14.77 B parameters.
 22b is a Llama with the dimensions of Mistral Small (56 layers, hidden 6144, MLP 16384, 48 heads, 8 of them for keys, 32,768 tokens).
-mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.08 B parameters, 2.09 B of them a token. All
+24b and 32b have the shapes of Mistral Small 3 and Qwen2.5-32B, 70b that of Llama 3.1.
+mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.08 B parameters, 2.09 B of them a token.
+mixtral7b-modules is the same with a module an expert. qwen30b has the shape of Qwen3-30B-A3B. All
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is
@@ -67,7 +69,7 @@ from _common import (
     synchronize,
 )
 from _engines import ABSENT, TRAFFIC, Job, check_can_run, folder_on, host_peak_nbytes, join, make_ready, version_of
-from _shapes import SHAPES, Size, make, size_of, vocab_of
+from _shapes import SHAPES, Size, draw_tokens, make, size_of
 
 from infinity import output
 from infinity.errors import ConfigError
@@ -387,12 +389,9 @@ def measured_product(device) -> float:
 
 
 def tokens_at(options, step: int, micro: int) -> torch.Tensor:
-    """[micro-batch, sequence + 1] tokens of this rank on the CPU, the same for all engines. A quarter of the vocabulary gets half of the
-    tokens.
-    """
-    generator = torch.Generator().manual_seed((step << 32) + (micro << 8) + int(os.environ["RANK"]))
-    drawn = torch.rand(options.micro_batch, length_of(options, step) + 1, generator=generator, dtype=torch.float64)
-    return (drawn.square() * vocab_of(options.model)).long()
+    """[micro-batch, sequence + 1] tokens of this rank on the CPU, the same for all engines."""
+    seed = (step << 32) + (micro << 8) + int(os.environ["RANK"])
+    return draw_tokens(options.model, options.micro_batch, length_of(options, step), seed)
 
 
 def length_of(options, step: int) -> int:

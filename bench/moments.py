@@ -66,7 +66,7 @@ def loss_of(report: dict, kind: str) -> float:
 def run(options, text, seed: int, kind: str) -> dict:
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as swap, contextlib.ExitStack() as stack:
-        model, step, device = (plain if kind == "bitsandbytes" else offloaded)(options, seed, kind, swap, stack)
+        model, step, device = plain(options) if kind == "bitsandbytes" else offloaded(options, seed, kind, swap, stack)
         losses, batches = [], batches_of(text, seed)
         for number in range(options.steps):
             loss = model(*(part.to(device) for part in batches(number)))
@@ -108,7 +108,7 @@ def offloaded(options, seed: int, kind: str, swap: str, stack: contextlib.ExitSt
     return model, step, engine.device
 
 
-def plain(options, seed: int, kind: str, swap: str, stack: contextlib.ExitStack):
+def plain(options):
     """(model, step, device) of plain PyTorch with fp32 masters and the 8-bit optimizer of bitsandbytes."""
     import bitsandbytes
 

@@ -6,8 +6,9 @@
 Models are those of bench/finetune.py, with random weights in bf16. Adapters of --rank are beside every linear layer but the output layer, in
 fp32, and passes run under autocast to bf16. Each layer is checkpointed. The loss is `infinity.linear_cross_entropy` of 4,096 tokens at a time.
 Both train with AdamW. Codes and scales of both are equal: blocks of 64, without double quantisation. Each round runs each engine in turn,
-in processes of their own. Times are those of the steps after the second. Peaks are those of the whole run, the construction included;
-after "steps", the allocator's peak of the steps alone. Losses must agree within --tolerance, or the exit status is 1.
+in processes of their own. Times are those of the steps after the second. Peaks are those of the whole run, the construction included. The
+column "steps" has the allocator's peak of the steps alone. "NVMe" has the bytes read in the whole run. Losses must agree within --tolerance,
+or the exit status is 1.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from _common import (
     spread,
     synchronize,
 )
-from _engines import folder_on, host_peak_nbytes
-from _shapes import SHAPES, make, vocab_of
+from _engines import Trainer, folder_on, host_peak_nbytes
+from _shapes import SHAPES, draw_tokens, make
 from torch import nn
 
 import infinity
@@ -120,60 +121,61 @@ def run(options) -> dict:
     cuda = options.device == "cuda"
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     start = time.perf_counter()
-    model, optimizer, end = (_infinity if options.engine == "infinity" else _bitsandbytes)(options, device)
+    trainer = (_infinity if options.engine == "infinity" else _bitsandbytes)(options, device)
     report = {"seconds": [], "losses": [], "start_seconds": time.perf_counter() - start}
     if cuda:
         construction_nbytes = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     for number in range(options.steps):
-        tokens = tokens_at(options, number).to(device)
+        tokens = draw_tokens(options.model, options.micro_batch, options.sequence, number).to(device)
         synchronize(options.device)
         begin = time.perf_counter()
-        with torch.autocast(options.device, torch.bfloat16):
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        loss = trainer.micro(tokens[:, :-1], tokens[:, 1:])
+        trainer.update()
         report["losses"].append(loss.item())
         synchronize(options.device)
         report["seconds"].append(time.perf_counter() - begin)
         report.setdefault("first_seconds", time.perf_counter() - start)
         of_steps = torch.cuda.max_memory_allocated() if cuda else 0
         report |= {"device_nbytes_of_steps": of_steps, "device_nbytes": max(of_steps, construction_nbytes) if cuda else 0}
-        report |= {"host_nbytes": host_peak_nbytes(), "nvme_nbytes": end(False)}
+        report |= {"host_nbytes": host_peak_nbytes(), "nvme_nbytes": trainer.moved()[0]}
         leave_so_far(report)
-    end(True)
+    trainer.close()
     return report
-
-
-def tokens_at(options, step: int) -> torch.Tensor:
-    """[micro-batch, sequence + 1]. A quarter of the vocabulary gets half of the tokens."""
-    drawn = torch.rand(options.micro_batch, options.sequence + 1, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-    return (drawn.square() * vocab_of(options.model)).long()
 
 
 def _trained(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def _infinity(options, device):
+def _trainer(model, optimizer, **rest) -> Trainer:
+    """rest: `moved`, with the bytes read from NVMe first, and `close`."""
+    device = next(model.parameters()).device.type
+
+    def micro(x, y):
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(x, y)
+        loss.backward()
+        return loss.detach()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(micro, update, **rest)
+
+
+def _infinity(options, device) -> Trainer:
     limits = {name: value for name in ("device_memory", "host_memory") if (value := getattr(options, name)) is not None}
     config = infinity.Config(swap_dirs=options.swap_dirs, device=options.device, dtype="bf16", frozen_dtype="nf4", **limits)
     with infinity.init(config):
         model = adapt(make(options.model, options.sequence, 4096, device), options.rank)
     optimizer = infinity.AdamW(_trained(model), lr=LR, weight_decay=0.0)
     engine = infinity.engine_of(model)
-
-    def end(closes):
-        read = engine.stats()["nvme_read_nbytes"]
-        if closes:
-            engine.close()
-        return read
-
-    return model, optimizer, end
+    return _trainer(model, optimizer, moved=lambda: (engine.stats()["nvme_read_nbytes"],), close=engine.close)
 
 
-def _bitsandbytes(options, device):
+def _bitsandbytes(options, device) -> Trainer:
     import bitsandbytes
 
     causal = make(options.model, options.sequence, 4096, device)
@@ -189,7 +191,7 @@ def _bitsandbytes(options, device):
             setattr(layer.get_submodule(parent), last, new)
     model = adapt(causal, options.rank)
     optimizer = torch.optim.AdamW(_trained(model), lr=LR, weight_decay=0.0, fused=True)
-    return model, optimizer, lambda closes: 0
+    return _trainer(model, optimizer, moved=lambda: (0,))
 
 
 if __name__ == "__main__":
