@@ -170,9 +170,15 @@ def test_shapes_of_finetune_have_the_right_parameters_and_flops(bench):
         "8b": 8.03,
         "14b": 14.77,
         "22b": 22.25,
+        "24b": 23.57,
+        "32b": 32.76,
+        "70b": 70.55,
         "qwen7b": 7.62,
         "mixtral7b": 7.08,
+        "mixtral7b-modules": 7.08,
+        "qwen30b": 30.53,
     }
+    assert sizes["mixtral7b-modules"] == sizes["mixtral7b"]
     assert round(sizes["mixtral7b"].flops_a_token / 6e9 - 24 * 4096 * 2048 / 1e9, 2) == 2.03  # active parameters without the embedding
     assert sizes["8b"].flops_a_token == 6 * (sizes["8b"].num_parameters - 128256 * 4096) + 6 * 32 * 4096 * 4096
     assert sizes["3b"].flops_a_token == 6 * sizes["3b"].num_parameters + 6 * 28 * 4096 * 3072  # the head is tied to the embedding
