@@ -5,11 +5,17 @@ job. Because of lanes, the training thread never waits for a transfer that the o
 job drop the GIL.
 """
 
+# [Note: jobs of two parts]
+# The work of a job may be a generator that yields once. Its first part gives work to the device, and its second part waits for the device.
+# If the next job is such a job, too, and ready, the lane runs the first part of the next job before this second part. So the device always
+# has work. A job that is not ready could wait for memory which the earlier job frees in its second part.
+
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from types import GeneratorType
 
 import torch
 
@@ -18,6 +24,7 @@ from infinity.system.slow_steps import look
 from infinity.system.waits import THREADS, waits
 
 _GLANCE_S = 0.5  # interval in which a waiting thread checks for an abandoned lane and a slow step
+_ENDED = object()  # a generator has no more parts
 _GRACE_S = 5.0  # longest wait for the end of an abandoned lane, whose own waits end soon
 
 
@@ -60,7 +67,7 @@ def _on_this_device(run: Callable[[], None]) -> Callable[[], None]:
 class Job:
     """A piece of work in a lane. `wait` returns once the work is over, and raises the work's error every time."""
 
-    __slots__ = ("_error", "_gate", "_work", "done", "lane", "result", "what")
+    __slots__ = ("_error", "_gate", "_second", "_work", "done", "lane", "overlaps", "result", "what")
 
     def __init__(self, work: Callable[[], object] | None):
         self.done = False
@@ -68,6 +75,8 @@ class Job:
         self._gate.acquire()
         self._error: BaseException | None = None
         self._work = work
+        self._second: Generator | None = None  # the rest of the work, after its first part
+        self.overlaps = False
         self.lane: Lane | None = None
         self.what = ""
         self.result: object = None
@@ -110,16 +119,36 @@ class Job:
             raise self._error
         return self.result
 
-    def run(self) -> None:
+    def begin(self) -> None:
+        """Run the work, or its first part. Then the job is done, unless a second part is left."""
         try:
-            self.result = self._work()
-        except BaseException as error:  # raised in every thread that waits
-            self._error = error
-            if self.lane.failure is not None:  # before waiting threads continue: they may read the failure
-                self.lane.failure.note(error, f"{self.what} ({self.lane.name}): " if self.what else "")
-        finally:
-            self._work = None  # frees the work's data, such as gradients
-            self.finish()
+            found = self._work()
+            if not isinstance(found, GeneratorType):
+                self.result = found
+            elif next(found, _ENDED) is not _ENDED:
+                self._second = found
+                return
+        except BaseException as error:
+            self._fail(error)
+        self._end()
+
+    def complete(self) -> None:
+        """Run the second part of the work."""
+        try:
+            for _ in self._second:
+                pass
+        except BaseException as error:
+            self._fail(error)
+        self._end()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error  # raised in every thread that waits
+        if self.lane.failure is not None:  # before waiting threads continue: they may read the failure
+            self.lane.failure.note(error, f"{self.what} ({self.lane.name}): " if self.what else "")
+
+    def _end(self) -> None:
+        self._work = self._second = None  # frees the work's data, such as gradients
+        self.finish()
 
     def finish(self) -> None:
         """Mark the job as over and wake waiting threads. Idempotent, for one thread at a time."""
@@ -139,7 +168,7 @@ class Lane:
         self.name = name
         self.does = does or f"the {name} lane"
         self.failure = failure  # told, in the lane, a job's error and `what`
-        self.on_job: Callable[[], None] | None = None  # runs before each job, in the lane; tests inject delays here
+        self.on_job: Callable[[], None] | None = None  # runs in the lane, before each job and each second part; tests inject delays here
         self.abandoned: BaseException | None = None
         self._ended = False
         self._line: dict[Job, Callable[[], bool]] = {}  # jobs in order, each with a ready function
@@ -158,13 +187,14 @@ class Lane:
         ready: Callable[[], bool] = lambda: False,
         quiet: bool = False,
         idle: bool = False,
+        overlaps: bool = False,
     ) -> Job:
-        """Add a job. ready(): whether the job could run without waiting; called in the lane, for hurried jobs. quiet: no thread waits for
-        the job yet, so the lane need not wake. The job then runs before the next job that is not quiet, or once a thread waits for the
-        job. idle: see the class.
+        """Add a job. ready(): whether the job could run without waiting; called in the lane, for hurried and overlapping jobs. quiet: no
+        thread waits for the job yet, so the lane need not wake. The job then runs before the next job that is not quiet, or once a thread
+        waits for the job. idle: see the class. overlaps: the job may begin before the second part of the job before it.
         """
         job = Job(work)
-        job.lane, job.what = self, what
+        job.lane, job.what, job.overlaps = self, what, overlaps
         with self._changed:
             if self._ended and threading.get_ident() != self.ident:  # checked under the lock: the lane may end, and never run a later job
                 raise RuntimeError(f"lane {self.name} accepts no more jobs: the engine is closed")
@@ -237,11 +267,17 @@ class Lane:
 
     def _loop(self) -> None:
         while self._has_more():
-            if self.on_job is not None:
-                self.on_job()
-            job = self._next()
-            job.run()
-            del job  # otherwise the last job's result lives until the next job
+            self._pause()
+            job = _begun(self._next())
+            while job is not None:  # see [Note: jobs of two parts]
+                self._pause()
+                following = _begun(self._next_overlapping())
+                job.complete()
+                job = following
+
+    def _pause(self) -> None:
+        if self.on_job is not None:
+            self.on_job()
 
     def _has_more(self) -> bool:
         """Wait for a job. Returns false once the lane has ended and no job is left."""
@@ -258,12 +294,30 @@ class Lane:
 
     def _next(self) -> Job:
         with self._changed:
-            job = next((job for job in self._hurried if self._line_of(job)[job]()), None)
-            job = job or next(iter(self._line), None) or next(reversed(self._idle))
-            del self._line_of(job)[job]
-            if job in self._hurried:
-                self._hurried.remove(job)
-            return job
+            return self._take(self._first())
+
+    def _next_overlapping(self) -> Job | None:
+        """The next job, if it may begin before the second part of the job before it."""
+        with self._changed:
+            job = self._first() if self._waiting else None
+            return self._take(job) if job is not None and job.overlaps and self._line_of(job)[job]() else None
+
+    def _first(self) -> Job:
+        job = next((job for job in self._hurried if self._line_of(job)[job]()), None)
+        return job or next(iter(self._line), None) or next(reversed(self._idle))
+
+    def _take(self, job: Job) -> Job:
+        del self._line_of(job)[job]
+        if job in self._hurried:
+            self._hurried.remove(job)
+        return job
 
     def _line_of(self, job: Job) -> dict[Job, Callable[[], bool]]:
         return self._line if job in self._line else self._idle
+
+
+def _begun(job: Job | None) -> Job | None:
+    """Begin a job. Returns it if its second part is left."""
+    if job is not None:
+        job.begin()
+    return job if job is not None and not job.done else None

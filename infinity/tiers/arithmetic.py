@@ -12,7 +12,7 @@ shard, or the time of the update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -69,14 +69,15 @@ def update(
     *,
     seed: int | None,
     keeps_moments: bool = False,
-) -> Computed:
-    """Update a shard in place. state: segments of the shard. gradient: 1-D [shard_used], bf16, fp16 or fp32. seed: of `Updater`. keeps_moments:
-    change only weights. The caller then calls `Computed.update_moments`. The rules must have two parts."""
-    if hyper.average is None:
-        return _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
-    advance_average(chunk, state, hyper.average.before)
-    computed = _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
-    advance_average(chunk, state, hyper.average)
+) -> Generator[None, None, Computed]:
+    """Update a shard in place: a generator, which yields while the device updates units of host memory. state: segments of the shard.
+    gradient: 1-D [shard_used], bf16, fp16 or fp32. seed: of `Updater`. keeps_moments: change only weights. The caller then calls
+    `Computed.update_moments`. The rules must have two parts."""
+    if hyper.average is not None:
+        advance_average(chunk, state, hyper.average.before)
+    computed = yield from _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments)
+    if hyper.average is not None:
+        advance_average(chunk, state, hyper.average)
     return computed
 
 
@@ -87,11 +88,11 @@ def advance_average(chunk: ChunkState, state: Shard, step: AverageStep) -> None:
         chunk.note_average(step.number)
 
 
-def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments) -> Computed:
+def _update(chunk, params, state, gradient, hyper, processor, seed, keeps_moments) -> Generator[None, None, Computed]:
     is_elementwise = chunk.record.format.unit == "element"
     computed = Computed(runs(chunk, params, merge=seed is None and is_elementwise), hyper, params, seed)
     if not is_elementwise:
-        processor.units.update(unit for run in computed.runs for unit in _units(run, state, gradient, computed))
+        yield from processor.units.update(unit for run in computed.runs for unit in _units(run, state, gradient, computed))
         return computed
     for run, part, dither in computed.parts():
         rule, shard, scalars = hyper.rules[run.group], state.part(part.start, part.stop), hyper.scalars(run.group, run.step)

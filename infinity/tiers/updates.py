@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
@@ -171,7 +171,8 @@ class Updater:
         gradient_job.wait()
         chunk.begin_change()
         with self.gradients.shard(chunk) as gradient:
-            self._compute(chunk, self.device_state(chunk), gradient, hyper)
+            for _ in self._compute(chunk, self.device_state(chunk), gradient, hyper):
+                pass
         self.take_snapshot(chunk)
         self.gradients.release(chunk)
 
@@ -182,8 +183,9 @@ class Updater:
             weights = self.records.request(chunk, WEIGHTS, urgent=self.moment(chunk) is not Moment.FETCH)
             states = self.records.request(chunk, STATES, urgent=True)
 
-        def work() -> None:
-            self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper, in_two)
+        def work() -> Iterator[None]:
+            with self._reads_gradient(user):
+                yield from self._update_on_host(chunk, weights, states, gradient_job, copy_job, hyper, in_two)
 
         def ready() -> bool:
             return may_pass(gradient_stays=gradient_stays, there=(job is None or job.done for job in needed))
@@ -196,7 +198,9 @@ class Updater:
         with self.records.lock:
             self._users.append(user)
         chunk.update.moments_job = None
-        chunk.update.job = self.lane.push(lambda: self._run(work, user), chunk.title, ready=ready)
+        # An update that copies its gradient could wait for the slot of the update before it.
+        overlaps = not is_copied_here and chunk.record.format.unit != "element"
+        chunk.update.job = self.lane.push(work, chunk.title, ready=ready, overlaps=overlaps)
 
     def hurry(self, chunk: ChunkState) -> None:
         """A fetch waits for the chunk's new weights, see [Note: order of updates]."""
@@ -206,9 +210,13 @@ class Updater:
     def sum_squares(self, work: Callable[[], object]) -> Job:
         """Run a function in the lane. The function reads a gradient, and the gradient keeps its slot."""
 
+        def read() -> object:
+            with self._reads_gradient(None):
+                return work()
+
         with self.records.lock:
             self._users.append(None)
-        return self.lane.push(lambda: self._run(work, None))
+        return self.lane.push(read)
 
     def drain(self) -> None:
         """Wait until all updates that have begun are over, with or without success."""
@@ -217,15 +225,17 @@ class Updater:
     def close(self) -> None:
         self.lane.close()
 
-    def _run(self, work: Callable[[], object], gradient_job: Job | None) -> object:
+    @contextlib.contextmanager
+    def _reads_gradient(self, gradient_job: Job | None) -> Iterator[None]:
+        """A job of the lane, noted in `_users`, reads a gradient."""
         try:
-            return work()
+            yield
         finally:
             with self.records.lock:
                 self._users.remove(gradient_job)
             self.records.notify_readers()
 
-    def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper, in_two) -> None:
+    def _update_on_host(self, chunk, weights, states, gradient_job, copy_job, hyper, in_two) -> Iterator[None]:
         gradient_job.wait()
         if chunk.gradient_on_device:
             self.gradients.bring(chunk)
@@ -237,7 +247,7 @@ class Updater:
                 if event is not None:
                     event.synchronize()
             clean = lease.begin_change()
-            computed = self._compute(chunk, lease.shard, gradient, hyper, keeps_moments=in_two)
+            computed = yield from self._compute(chunk, lease.shard, gradient, hyper, keeps_moments=in_two)
             if in_two:  # pushed here, because an interrupt of the training thread could separate two jobs
                 chunk.update.moments_job = self.lane.push(
                     lambda: self._update_moments_on_host(chunk, lease, computed), chunk.title, ready=lambda: True, idle=True
@@ -274,11 +284,11 @@ class Updater:
 
     def _compute(
         self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper, *, keeps_moments: bool = False
-    ) -> Computed:
+    ) -> Generator[None, None, Computed]:
         start, on_device = now(), gradient.is_cuda
         first = self.events.device_mark() if on_device else None
         seed = self.seed if chunk.record.format.rounds else None
-        computed = update(chunk, self.params, state, gradient, hyper, self.processor, seed=seed, keeps_moments=keeps_moments)
+        computed = yield from update(chunk, self.params, state, gradient, hyper, self.processor, seed=seed, keeps_moments=keeps_moments)
         marks = (first, self.events.device_mark()) if on_device else None
         nbytes = chunk.record.nbytes - (chunk.record.moments_nbytes if keeps_moments else 0)
         self.events.moved("update", chunk.index, nbytes, start, now(), marks)

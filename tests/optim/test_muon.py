@@ -1,6 +1,7 @@
 """Muon: the results of torch.optim.Muon, equal bits in every placement, and whole matrices in every shard."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from infinity.model.hidden_matrices import hidden_matrices
 from infinity.optim.adam import split_master
 from infinity.optim.muon import NS_COEFFICIENTS, MuonRule, orthogonalized
 from infinity.optim.shard import Shard
+from infinity.tiers import updates
 from infinity.tiers.arithmetic import Computed, Hyper, Run, _units
 from infinity.tiers.unit_updates import Unit, UnitUpdates
 
@@ -141,8 +143,11 @@ def test_units_of_host_memory_get_the_bits_of_units_on_the_device():
             place = (lambda tensor: tensor.pin_memory()) if device == "cpu" else torch.Tensor.cuda
             shard = Shard(format, {name: place(segments[name].to(dtype)) for name, dtype in dtypes.items()})
             units.append(Unit(shard, place(gradient), rule, rule.scalars(group, 1), 1.0, None, (rows, columns)))
-        for _ in range(3):
-            UnitUpdates(torch.device("cuda", 0)).update(units)
+        on_device = UnitUpdates(torch.device("cuda", 0))
+        for _ in range(3):  # the second chunk begins before the first one ends
+            both = [on_device.update(units[:9]), on_device.update(units[9:])]
+            for chunk in both + both:
+                next(chunk, None)
         torch.cuda.synchronize()
         results.append([{name: segment.cpu() for name, segment in unit.shard.items()} for unit in units])
     for number, (on_host, on_device) in enumerate(zip(*results)):
@@ -177,6 +182,46 @@ def test_results_have_the_same_bits_in_every_placement(config, tmp_path):
         losses, found = trained(tmp_path, **places | config)
         assert losses == expected, places
         assert_same_states(found, states, str(places))
+
+
+class LateUnits(UnitUpdates):
+    """On the CPU, units of host memory that get their new values in the second part of an update, as on a GPU."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.num_begun = self.most_begun = 0
+
+    def update(self, units):
+        units = list(units)
+        copies = [{name: segment.clone() for name, segment in unit.shard.items()} for unit in units]
+        for unit, there in zip(units, copies):
+            unit.apply(Shard(unit.shard.format, there), unit.gradient.clone())
+        self.num_begun += 1
+        self.most_begun = max(self.num_begun, self.most_begun)
+        yield
+        self.num_begun -= 1
+        for unit, there in zip(units, copies):
+            for name, segment in unit.shard.items():
+                segment.copy_(there[name])
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "accumulation_steps": 2}])
+@pytest.mark.parametrize("places", [HOST, NVME])
+def test_updates_that_overlap_have_the_same_bits(places, options, delay, tmp_path, monkeypatch):
+    """Each chunk's new values come after the next update has begun."""
+    expected = trained(tmp_path / "plain", options=options, **DEVICE)
+    units = []
+    monkeypatch.setattr(updates, "UnitUpdates", lambda device: units.append(LateUnits(device)) or units[-1])
+    how = {"optimizer": infinity.Muon, "options": OPTIONS | options} | places
+    with training(tiny_gpt, tmp_path / "late", **how) as (model, engine, optimizer):
+        engine.updater.lane.on_job = lambda: time.sleep(delay)
+        losses = [gpt_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(4)]
+        assert losses == expected[0]
+        assert_same_states(states_of(engine, model), expected[1])
+    assert units[0].num_begun == 0
+    if places is HOST and "max_grad_norm" in options:
+        assert units[0].most_begun == 2
 
 
 def test_fp16_weights_have_masters_and_a_loss_scale(tmp_path):
@@ -464,7 +509,7 @@ def test_units_beyond_2_to_the_32_elements_are_whole():
         for start, end in zip(cuts, cuts[1:]):
             run = Run(start, end, 0, 1, 0, begin + start)
             computed = Computed([run], Hyper([rule], [group]), [param], 0)
-            UnitUpdates(torch.device("cpu")).update(_units(run, state, gradient, computed))
+            list(UnitUpdates(torch.device("cpu")).update(_units(run, state, gradient, computed)))
     assert states[0]["momentum"].any()
     for name in dtypes:
         assert_same_bits(states[0][name], states[1][name], name)

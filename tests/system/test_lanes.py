@@ -168,13 +168,88 @@ def test_on_job_runs_before_each_job_in_the_lane(lane):
     assert seen[:4] == ["before", "job", "before", "job"]
 
 
+class Parts:
+    """Jobs of two parts, and the order in which their parts ran."""
+
+    def __init__(self, lane):
+        self.lane, self.seen, self.gate = lane, [], threading.Event()
+        runs = threading.Event()
+        self.lane.push(lambda: runs.set() or self.gate.wait())  # the lane begins once all jobs are there
+        assert runs.wait(SECONDS)
+
+    def push(self, name, *, ready=True, overlaps=True, fails_in=None):
+        def work():
+            for part in (1, 2):
+                self.seen.append(f"{name}{part}")
+                if part == fails_in:
+                    raise ValueError(name)
+                if part == 1:
+                    yield
+
+        return self.lane.push(work, name, ready=lambda: ready, overlaps=overlaps)
+
+    def order(self):
+        self.gate.set()
+        self.lane.drain()
+        return " ".join(self.seen)
+
+
+def test_a_job_begins_before_the_second_part_of_the_job_before_it(lane):
+    parts = Parts(lane)
+    jobs = [parts.push(name) for name in "abc"]
+    assert parts.order() == "a1 b1 a2 c1 b2 c2" and all(job.done for job in jobs)
+
+
+@pytest.mark.parametrize("how", [{"ready": False}, {"overlaps": False}])
+def test_a_job_that_may_wait_begins_after_the_second_part(how, lane):
+    parts = Parts(lane)
+    for name, options in (("a", {}), ("b", how), ("c", {})):
+        parts.push(name, **options)
+    assert parts.order() == "a1 a2 b1 c1 b2 c2"
+
+
+def test_other_jobs_begin_after_the_second_part(lane):
+    parts = Parts(lane)
+    parts.push("a")
+    plain = lane.push(lambda: parts.seen.append("plain") or 7)
+    assert parts.order() == "a1 a2 plain" and plain.wait() == 7
+
+
+def test_a_hurried_job_begins_between_two_parts(lane):
+    parts = Parts(lane)
+    jobs = [parts.push(name) for name in "abc"]
+    lane.hurry(jobs[2])
+    lane.hurry(jobs[0])
+    assert parts.order() == "c1 a1 c2 b1 a2 b2"
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_an_error_of_one_part_ends_only_its_job(part, lane):
+    parts = Parts(lane)
+    jobs = [parts.push("a"), parts.push("b", fails_in=part), parts.push("c")]
+    order = parts.order().split()
+    assert [jobs[0].wait(), jobs[2].wait()] == [None, None] and order.count("a2") == order.count("c2") == 1
+    with pytest.raises(ValueError, match="b"):
+        jobs[1].wait()
+    assert ("b2" in order) == (part == 2)
+
+
+def test_close_finishes_both_parts():
+    lane = Lane("test")
+    parts = Parts(lane)
+    jobs = [parts.push(name) for name in "ab"]
+    parts.gate.set()
+    lane.close()
+    assert all(job.done for job in jobs) and parts.seen == ["a1", "b1", "a2", "b2"]
+
+
 def test_many_threads_wait_for_one_job():
     gate, results = threading.Event(), []
     job = Job(lambda: gate.wait() and "result")
     threads = [threading.Thread(target=lambda: results.append(job.wait())) for _ in range(16)]
     for thread in threads:
         thread.start()
-    runner = threading.Thread(target=job.run)
+    runner = threading.Thread(target=job.begin)
     runner.start()
     gate.set()
     for thread in (*threads, runner):
