@@ -11,7 +11,8 @@ engine later asks for each parameter's initial value and lays out the records.
 #   away at once. Its values are drawn later, directly for its record.
 # - Mapped from a file, as by from_pretrained of transformers: the values stay there. The first parameter makes the kernel read ahead.
 # - All others: the newest stay in memory. If parameters exceed the window of their memory, the oldest move to a scratch file. Each rank writes
-#   a slice of 1/world.
+#   a slice of 1/world. Parameters of zeros take no place in the file. `torch.empty` on a GPU gives zeros inside the block. So packed experts,
+#   which a model initialises after all modules are made, never go to the file.
 #
 # A parameter that is away has a placeholder, one NaN expanded to the shape. An operation on the placeholder brings the values back, unless the
 # operation reads only metadata or overwrites the parameter. Parents may therefore initialise their children again. Values and random numbers
@@ -47,6 +48,8 @@ from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
 DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts with a full window. The host's window is memory beside records
+_FIRST_NBYTES = 4 << 10
+_MIN_FILLED_NBYTES = 1 << 20
 LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
 
@@ -180,7 +183,10 @@ class ConstructionMode(TorchFunctionMode):
                 return func(torch.empty(away.shape, dtype=away.dtype, device="meta"), *args[1:], **kwargs)
             self._bring_back(values)
         if overwritten is None or not (id(overwritten) in self._present or id(overwritten) in self._away):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is torch.empty:
+                _fill(result)
+            return result
         with self._undisturbed():
             return self._overwrite(overwritten, func, args, kwargs)
 
@@ -365,6 +371,9 @@ class ConstructionMode(TorchFunctionMode):
 
     def _move_away(self, param: nn.Parameter) -> None:
         with self._undisturbed():
+            if self._on_all_ranks(_has_only_zeros(param)):
+                self._install_placeholder(param, Drawn.zeros(param.shape, param.device))
+                return
             begin, numel = self._share(param.numel())
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             self._install_placeholder(param, self.scratch.write(part, numel * param.element_size()))
@@ -409,6 +418,21 @@ class ConstructionMode(TorchFunctionMode):
             yield
         finally:
             self._busy = before
+
+
+def _fill(empty: torch.Tensor) -> None:
+    """Fill a new tensor of a GPU with zeros, unless it is small, or torch has filled it."""
+    if empty.is_cuda and empty.nbytes >= _MIN_FILLED_NBYTES and not torch.are_deterministic_algorithms_enabled():
+        with torch.no_grad():
+            empty.zero_()
+
+
+def _has_only_zeros(param: nn.Parameter) -> bool:
+    """Whether all bits are zero. The first values usually tell."""
+    if not param.is_contiguous():
+        return False
+    bits = param.detach().reshape(-1).view(torch.uint8)
+    return not bits[:_FIRST_NBYTES].any() and not bits.any()
 
 
 def _can_be_drawn_later(param: nn.Parameter) -> bool:

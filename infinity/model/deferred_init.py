@@ -43,6 +43,10 @@ class Drawn:
         self._name, self._args, self._shape, self._device = name, args, shape, device
         self._states, self._stripe_numel = states, stripe_numel
 
+    @classmethod
+    def zeros(cls, shape: torch.Size, device: torch.device) -> Drawn:
+        return cls("zero_", (), shape, device, [], 1)
+
     @torch.no_grad()
     def write(self, out: torch.Tensor, num_threads: int) -> None:
         """Write the values to a 1-D tensor on their device."""

@@ -384,6 +384,68 @@ NOTHING = {"written": 0, "read": 0, "homecomings": 0}
 LAYER = 4 * H * H
 
 
+class Packed(nn.Module):
+    """Six packed parameters that are initialised after all are made, as the experts of transformers are."""
+
+    def __init__(self, make, initialise, numel=H * H):
+        super().__init__()
+        self.experts = nn.ParameterList(nn.Parameter(make(2, numel // 2)) for _ in range(6))
+        for param in self.experts:
+            initialise(param)
+
+
+@pytest.mark.parametrize(
+    ("initialise", "is_written"),
+    [(nn.init.normal_, False), (nn.init.zeros_, False), (nn.init.xavier_uniform_, False), (lambda param: param.data[1].fill_(3.0), True)],
+)
+def test_parameters_of_zeros_take_no_place_in_the_file(initialise, is_written, config, counts):
+    torch.manual_seed(0)
+    expected = Packed(torch.zeros, initialise)
+    torch.manual_seed(0)
+    with infinity.init(config, window=0):
+        model = Packed(torch.zeros, initialise)
+    assert (counts.builders[0].scratch.written_nbytes > 0) == is_written
+    with infinity.engine_of(model) as engine:
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach(), other.shape)
+
+
+@pytest.mark.parametrize("value", [-0.0, 1e-45])
+def test_a_value_with_any_bit_goes_to_the_file(value, config, counts):
+    """The only such bit is in the last element."""
+
+    def make(*shape):
+        values = torch.zeros(shape)
+        values[-1, -1] = value
+        return values
+
+    with infinity.init(config, window=0):
+        model = Packed(make, lambda param: None, numel=1 << 14)
+    assert counts.builders[0].scratch.written_nbytes >= 5 * (1 << 16)
+    with infinity.engine_of(model) as engine:
+        for param in model.parameters():
+            assert_same_bits(engine.read_state(param)["weight"], make(*param.shape), param.shape)
+
+
+@on_gpu
+def test_empty_parameters_of_a_gpu_take_no_place_in_the_file(tmp_path, counts):
+    def make(*shape):
+        return torch.empty(shape, device="cuda")
+
+    torch.manual_seed(0)
+    expected = Packed(make, nn.init.normal_, numel=1 << 20)
+    del expected
+    torch.manual_seed(0)
+    expected = Packed(make, nn.init.normal_, numel=1 << 20)  # in memory with the values of the first one
+    torch.manual_seed(0)
+    with infinity.init(infinity.Config(swap_dirs=tmp_path, device="cuda", dtype="fp32", host_memory="64MiB"), window=0):
+        model = Packed(make, nn.init.normal_, numel=1 << 20)
+    assert counts.read() == NOTHING
+    with infinity.engine_of(model) as engine:
+        for param, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same_bits(engine.read_state(param)["weight"], other.detach().cpu(), other.shape)
+
+
 def layers(initialise):
     def build():
         model = nn.Sequential(*(nn.Linear(H, H, bias=False) for _ in range(6)))
