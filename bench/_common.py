@@ -112,6 +112,12 @@ def spread(values: Sequence[float], digits: int = 4) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
+def few(values: Sequence[float], digits: int) -> str:
+    """The first and the last values."""
+    texts = [f"{value:.{digits}f}" for value in values]
+    return " ".join(texts if len(texts) <= 12 else [*texts[:4], "...", *texts[-8:]])
+
+
 def error_bars(values: Sequence[Sequence[float]]) -> list[list[float]]:
     """Distances from the medians to the least and the greatest, for matplotlib."""
     medians = [statistics.median(each) for each in values]

@@ -58,6 +58,7 @@ from _common import (
     at_least,
     directory,
     exit_with,
+    few,
     given,
     leave,
     leave_so_far,
@@ -174,12 +175,6 @@ class Row:
     def __str__(self):
         steps = self.runs and f"steps of {few(self.runs[-1]['seconds'], 3)} s"
         return "; ".join(part for part in (steps, self.reason) if part)
-
-
-def few(values: list[float], digits: int) -> str:
-    """The first and the last values."""
-    texts = [f"{value:.{digits}f}" for value in values]
-    return " ".join(texts if len(texts) <= 12 else [*texts[:4], "...", *texts[-8:]])
 
 
 def measure(options, row: Row, engine: str, tokens: int, round_: int, num_parameters: int) -> None:

@@ -25,6 +25,7 @@ from _common import (
     at_least,
     directory,
     exit_with,
+    few,
     given,
     leave,
     leave_so_far,
@@ -76,12 +77,13 @@ def main() -> int:
         parser.error(f"{unknown[0]!r} is no engine: expected {', '.join(ENGINES)}")
     runs = {engine: [] for engine in engines}
     failed = False
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         for engine, found in runs.items():
             try:
                 with folder_on(options.nvme, "qlora") as folder:
                     case = given(options) | {"engine": engine, "swap_dirs": folder}
                     found += on_ranks(__file__, ["--case", json.dumps(case)], 1, options.limit)
+                print(f"round {number}, {engine}: steps of {few(found[-1]['seconds'], 3)} s", flush=True)
             except RunError as error:
                 failed = True
                 print(f"{engine}: {error}")
