@@ -3,9 +3,10 @@
     python bench/qlora.py [--model 8b] [--engines infinity,bitsandbytes] [--micro-batch 4] [--sequence 4096] [--rank 64] [--steps 8] [--rounds 2]
                           [--device-memory 24GiB] [--host-memory 48GiB] [--json FILE]
 
-Models are those of bench/finetune.py, with random weights in bf16. Adapters of --rank are beside every linear layer but the output layer, in
-fp32, and passes run under autocast to bf16. Each layer is checkpointed. The loss is `infinity.linear_cross_entropy` of 4,096 tokens at a time.
-Both train with AdamW. Codes and scales of both are equal: blocks of 64, without double quantisation. Each round runs each engine in turn,
+Models are those of bench/finetune.py, with random weights in bf16. Adapters of --rank are beside every linear layer but the output layer.
+Those of infinity are in bf16 with fp32 masters. Those of bitsandbytes are in fp32, as PEFT makes them by default, and its passes run under
+autocast to bf16. So both compute in bf16, and update in fp32. Each layer is checkpointed. The loss is `infinity.linear_cross_entropy` of 4,096
+tokens at a time. Both train with AdamW. Codes and scales of both are equal: blocks of 64, without double quantisation. Each round runs each engine in turn,
 in processes of their own. Times are those of the steps after the second. Peaks are those of the whole run, the construction included. The
 column "steps" has the allocator's peak of the steps alone. "NVMe" has the bytes read in the whole run. Losses must agree within --tolerance,
 or the exit status is 1.
@@ -109,13 +110,14 @@ def row(options, engine: str, found: list[dict]) -> list[str]:
 # In a process of its own.
 
 
-def adapt(causal, rank: int):
-    """Add adapters to the linear layers of a model of `_shapes`."""
+def adapt(causal, rank: int, *, in_fp32: bool = False):
+    """Add adapters to the linear layers of a model of `_shapes`. in_fp32: as PEFT does by default; otherwise in bf16, like the model."""
     import peft
 
     torch.manual_seed(1)
     causal.model.enable_input_require_grads()
-    peft.get_peft_model(causal.model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    adapters = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    peft.get_peft_model(causal.model, adapters, autocast_adapter_dtype=in_fp32)
     return causal
 
 
@@ -150,12 +152,12 @@ def _trained(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def _trainer(model, optimizer, **rest) -> Trainer:
-    """rest: `moved`, with the bytes read from NVMe first, and `close`."""
+def _trainer(model, optimizer, *, autocast: bool, **rest) -> Trainer:
+    """autocast: to bf16. rest: `moved`, with the bytes read from NVMe first, and `close`."""
     device = next(model.parameters()).device.type
 
     def micro(x, y):
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = model(x, y)
         loss.backward()
         return loss.detach()
@@ -174,7 +176,7 @@ def _infinity(options, device) -> Trainer:
         model = adapt(make(options.model, options.sequence, 4096, device), options.rank)
     optimizer = infinity.AdamW(_trained(model), lr=LR, weight_decay=0.0)
     engine = infinity.engine_of(model)
-    return _trainer(model, optimizer, moved=lambda: (engine.stats()["nvme_read_nbytes"],), close=engine.close)
+    return _trainer(model, optimizer, autocast=False, moved=lambda: (engine.stats()["nvme_read_nbytes"],), close=engine.close)
 
 
 def _bitsandbytes(options, device) -> Trainer:
@@ -191,9 +193,9 @@ def _bitsandbytes(options, device) -> Trainer:
             new.bias = linear.bias
             parent, _, last = name.rpartition(".")
             setattr(layer.get_submodule(parent), last, new)
-    model = adapt(causal, options.rank)
+    model = adapt(causal, options.rank, in_fp32=True)
     optimizer = torch.optim.AdamW(_trained(model), lr=LR, weight_decay=0.0, fused=True)
-    return _trainer(model, optimizer, moved=lambda: (0,))
+    return _trainer(model, optimizer, autocast=True, moved=lambda: (0,))
 
 
 if __name__ == "__main__":

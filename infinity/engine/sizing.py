@@ -235,6 +235,7 @@ class _Cuts:
             records=records,
             held_nbytes=_held_nbytes(self.held_together, cut),
             op_gradient_nbytes=self.op_gradient_nbytes,
+            num_incomplete=_num_incomplete(self.model, self.params, cut),
             has_regions=self.has_regions,
             buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if cut.partition.is_shared else 0,
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
@@ -357,21 +358,40 @@ def _op_gradient_nbytes(modules: list[nn.Module], params, specs: list[ParameterS
     return max((*ours.values(), *regions), default=0)
 
 
-def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
-    """The most bytes of the chunks' flat gradient buffers, on several ranks. Each buffer also has one number per parameter and rank. The
-    buffers of one op exist beside those of the previous op, whose reduction may come only then."""
+def _params_of_ops(model: nn.Module, params) -> Iterator[list[int]]:
+    """Indices of the parameters that each op reads itself."""
     index = {id(param): i for i, param in enumerate(params)}
     inside = inside_leaves(model)
-    of_ops = {}
     for module in model.modules():
         if module not in inside:
             own = module.parameters() if is_leaf(module) else _own(module)
-            spans = frozenset(layout_.homes[index[id(p)]].span for p in own if p is not None and id(p) in index)
-            chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
-            of_ops[spans] = sum(
-                (chunk.numel + layout_.partition.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
-            )
+            yield [index[id(p)] for p in own if p is not None and id(p) in index]
+
+
+def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
+    """The most bytes of the chunks' flat gradient buffers, on several ranks. Each buffer also has one number per parameter and rank. The
+    buffers of one op exist beside those of the previous op, whose reduction may come only then."""
+    of_ops = {}
+    for own in _params_of_ops(model, params):
+        spans = frozenset(layout_.homes[param].span for param in own)
+        chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
+        of_ops[spans] = sum(
+            (chunk.numel + layout_.partition.world * len(chunk.pieces)) * chunk.format.itemsize for chunk in chunks if chunk.trainable
+        )
     return sum(sorted(of_ops.values())[-2:])
+
+
+def _num_incomplete(model: nn.Module, params, layout_: Layout) -> int:
+    """See `Candidate`: the trainable chunks of the two largest ops, and those of parameters that several ops read."""
+    num_ops, numbers, shared = collections.Counter(), [], set()
+    for own in _params_of_ops(model, params):
+        num_ops.update(own)
+        chunks = {chunk for param in own for chunk in layout_.chunks_of(param)}
+        numbers.append(sum(layout_.chunks[chunk].trainable for chunk in chunks))
+    for param, number in num_ops.items():
+        if number > 1:
+            shared.update(layout_.chunks_of(param))
+    return sum(sorted(numbers)[-2:]) + sum(layout_.chunks[chunk].trainable for chunk in shared)
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter | None]:

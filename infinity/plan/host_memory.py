@@ -78,6 +78,8 @@ class _Sharing:
         self.in_slots = candidate.in_slots(self.sizes)
         self.budget = int(budgets.host_nbytes * budgets.host_share)
         self.counts = [MIN_WEIGHT_SLOTS, MIN_STATE_SLOTS, MIN_GRADIENT_SLOTS]
+        if needs.gradients_pass:
+            self.counts[2] += candidate.num_incomplete
         self.left = self.reserved = 0  # bytes for resident copies, and bytes for a pool
         num_chunks = len(candidate.records)
         self.homes = {
@@ -138,7 +140,7 @@ class _Sharing:
 
     def grow_slots(self) -> None:
         """Enlarge all pools together, by a tenth at a time."""
-        most = [WEIGHT_SLOTS, STATE_SLOTS, GRADIENT_SLOTS]
+        most = [WEIGHT_SLOTS, STATE_SLOTS, max(GRADIENT_SLOTS, self.counts[2])]
         while self.counts != most:
             wanted = [min(high, max(low + 1, low + high // 10)) for low, high in zip(self.counts, most)]
             if self.host_nbytes(wanted) > self.budget:
@@ -152,7 +154,7 @@ class _Sharing:
         updated = [index for index in self._stays() if sizes[GRADIENTS][index]]
         away = {k: sum(sizes[k][i] for i in updated if self.homes[k][i].is_storage) for k in (WEIGHTS, STATES)}
         moving = sum(away.values()) - min(self.left, sum(nbytes for kind, nbytes in away.items() if kind in order))
-        if moving > 0 and not self.needs.deferred:
+        if moving > 0 and not (self.needs.deferred or self.needs.gradients_pass):
             wanted = math.ceil(PUT_OFF_SHARE * len(updated) * moving / sum(away.values()))
             self.counts[2] += max(0, min(wanted - self.counts[2], self.left // max(self.in_slots[GRADIENTS])))
             self.left = self.budget - self.host_nbytes(self.counts)
@@ -164,7 +166,7 @@ class _Sharing:
         order = [kind for kind, choice in ((WEIGHTS, needs.weights), (STATES, needs.states)) if needs.keep and choice is None]
         if needs.deferred:
             order.insert(order.count(WEIGHTS), GRADIENTS)
-        elif needs.keep or not some_on_nvme:
+        elif (needs.keep or not some_on_nvme) and not needs.gradients_pass:
             order.append(GRADIENTS)
         return order
 
@@ -226,6 +228,8 @@ class _Sharing:
             if not num_late and self.candidate.late_on_nvme and in_storage(self.homes[STATES]):
                 is_late_on_nvme, num_late = True, 1
         on_nvme = self.candidate.on_nvme(self.sizes, late=is_late_on_nvme)
+        if self.needs.gradients_pass:
+            on_nvme[GRADIENTS] = (0,) * len(self.sizes[GRADIENTS])
         whole = self.in_slots if is_late_on_nvme else self.sizes
         pairs = [(on_nvme[kind][i], whole[kind][i]) for kind in (WEIGHTS, STATES) for i in in_storage(self.homes[kind])]
         overflow_nbytes = area_nbytes(pairs)

@@ -33,6 +33,13 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # they live on the device, because nothing there could hide their update. If half of the device is too small for this, the plan is made
 # again with more of it (`_choose` in sizing.py). If the configuration puts records on NVMe and updates follow step(), the memory that is left
 # goes to slots for these records ([Note: states read ahead of step()] in chunk_updates.py).
+#
+# [Note: gradients that pass]
+# If updates run in backward, few gradients wait at a time. If NVMe is too small for a place for each gradient, gradients have slots only. Host
+# memory then has slots for the gradients of the two largest ops, and of parameters that several modules share. If all slots are taken, the
+# backward pass waits for an update. A program that computes several outputs before one backward pass may complete gradients late: if no
+# update can free a slot, the engine raises an error. (30.5 B parameters with 8-bit states, 80 GB, 125 GiB, a drive of 64 GB: places for all
+# gradients take 57 GiB, 15 of them on the device.)
 
 from __future__ import annotations
 
@@ -98,8 +105,9 @@ class Placement:
 
     def uncoded(self) -> Placement:
         """The placement if floats are not coded. Late gradients then have no room on NVMe: see `Candidate.late_on_nvme`."""
-        nbytes = sum(n for kind, homes in self.homes.items() for n, home in zip(self.sizes[kind], homes) if home.is_storage)
-        return dataclasses.replace(self, on_nvme=self.sizes, nvme_nbytes=nbytes, overflow_nbytes=0)
+        on_nvme = self.sizes | {GRADIENTS: self.on_nvme[GRADIENTS]}
+        nbytes = sum(n for kind, homes in self.homes.items() for n, home in zip(on_nvme[kind], homes) if home.is_storage)
+        return dataclasses.replace(self, on_nvme=on_nvme, nvme_nbytes=nbytes, overflow_nbytes=0)
 
 
 def place(
@@ -126,8 +134,8 @@ def place(
         homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
-        if may_visit:
-            guests = _guests(first or candidate, needs, budgets, taken_nbytes=gradient_limit + candidate.snapshot_nbytes)
+        taken_nbytes = gradient_limit + candidate.snapshot_nbytes if may_visit else None
+        needs, guests = _guests_and_gradients(first or candidate, needs, budgets, taken_nbytes)
         shared = share_out(candidate, needs, budgets, (), guests)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
@@ -212,6 +220,25 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
         f"{', weights ' + format_bytes(pinned) if pinned else ''}{', states ' + format_bytes(on_device) if on_device else ''}"
         f"). Raise device_memory{' or leave more to the host' if pinned else smaller}."
     )
+
+
+def _guests_and_gradients(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests]:
+    """The chunks with room on the device, and the needs: gradients pass if NVMe is too small for them: [Note: gradients that pass].
+    taken_nbytes: as of `_guests`; None if no record may visit the device. The result is the same on all ranks."""
+
+    def find(needs: Needs) -> Guests:
+        return _guests(first, needs, budgets, taken_nbytes) if taken_nbytes is not None else Guests()
+
+    guests = find(needs)
+    if needs.deferred or budgets.nvme_nbytes is None or share_out(first, needs, budgets, (), guests).nvme_nbytes <= budgets.nvme_nbytes:
+        return needs, guests
+    passing = dataclasses.replace(needs, gradients_pass=True)
+    try:
+        found = find(passing)
+        share_out(first, passing, budgets, (), found)
+    except BudgetError:  # host memory is too small for the slots
+        return needs, guests
+    return passing, found
 
 
 def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int) -> Guests:

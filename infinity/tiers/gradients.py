@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -86,7 +87,8 @@ class Gradients:
         self.cuda = self.device.type == "cuda"
         self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
         self.memory = GradientMemory(self.tier, self.device, self.adder.stream)
-        self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
+        is_stuck = functools.partial(records.is_stuck, GRADIENTS)
+        self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure, is_stuck)
         self._num_arrivals = 0
         self._lock = Monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock

@@ -396,12 +396,26 @@ def test_records_leave_nvme_for_the_device_if_no_gradient_is_left_there(few_slot
         assert homes_of(found)[1][: found.num_crowded_out + 1] == "d" * found.num_crowded_out + "n" and found.num_crowded_out > 0
 
 
-def test_gradients_that_do_not_wait_have_no_homes_on_the_device(few_slots):
+def test_gradients_that_do_not_wait_need_no_place_on_nvme(few_slots):
+    """Records leave NVMe for the device only if NVMe has no room for records."""
     options = {"device_budget": THREE_VISIT, "host_budget": 150 << 10, "deferred": False}
     ample = placed(**options)
-    found = placed(nvme_budget=ample.nvme_nbytes - GRADIENT, **options)
+    assert ample.on_nvme[GRADIENTS] == ample.sizes[GRADIENTS]
+    on_nvme = sum(home.is_storage for home in ample.homes[GRADIENTS]) * GRADIENT
+    for lacking in (1, on_nvme):
+        found = placed(nvme_budget=ample.nvme_nbytes - lacking, **options)
+        assert not any(found.on_nvme[GRADIENTS]) and found.nvme_nbytes == found.uncoded().nvme_nbytes <= ample.nvme_nbytes - on_nvme
+        assert (found.num_crowded_out, found.visitors) == (0, ample.visitors)
+    found = placed(nvme_budget=ample.nvme_nbytes - on_nvme - GRADIENT, **options)
     assert found.num_crowded_out == 1
     assert [home == DEVICE for home in found.homes[GRADIENTS]] == [True] + 7 * [False]
+
+
+def test_gradients_keep_their_places_if_host_memory_has_no_room_for_slots(few_slots):
+    options = {"device_budget": THREE_VISIT, "host_budget": 120 << 10, "deferred": False}
+    ample = placed(**options)
+    found = placed(nvme_budget=ample.nvme_nbytes - GRADIENT, **options, num_incomplete=NUM - 1)
+    assert found.on_nvme[GRADIENTS] == found.sizes[GRADIENTS] and found.num_crowded_out == 1
 
 
 def test_gradients_that_no_tier_has_room_for_are_refused(few_slots):

@@ -247,6 +247,7 @@ def train(folder, *, steps=3, checkpoint=False, evaluate=False, window=None, opt
             "num_prefetch_plans": engine.stats()["num_prefetch_plans"],
             "num_promoted": len(engine.device_budget.promoted),
             "num_spans": len(engine.registry.spans),
+            "pass": not any(engine.placement.on_nvme["gradients"]),
         }
 
 
@@ -430,6 +431,15 @@ def test_homes_on_the_device_for_lack_of_nvme_change_no_bit(worlds, tmp_path):
             assert [rank[name] for rank in ranks_] == [found[0][0][name]] * 2, name
     counts = [ranks_[0]["at_home"] for ranks_ in found]
     assert counts[0] == 0 < counts[1] < counts[2], counts
+
+
+def test_gradients_without_a_place_on_nvme_change_no_bit(worlds, tmp_path):
+    options = {"dtype": "bf16", "chunk_mib": 1 / 512, "device_memory": "300KiB", "host_memory": "100KiB"}
+    found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 300 << 10)]
+    for ranks_ in found:
+        for name in ("losses", "states"):
+            assert [rank[name] for rank in ranks_] == [found[0][0][name]] * 2, name
+    assert [[rank["pass"] for rank in ranks_] for ranks_ in found] == [[False, False], [True, True]]
 
 
 def test_records_leave_the_device_on_all_ranks_if_one_needs_room(worlds, tmp_path):

@@ -116,9 +116,10 @@ class ChunkUpdates:
 
     def _may_wait(self, chunk: ChunkState) -> bool:
         """Whether the chunk's gradient has a place until the next forward pass."""
-        if chunk.extents[GRADIENTS] is None or chunk.gradient_on_device:
+        if chunk.homes[GRADIENTS].is_host or chunk.gradient_on_device:
             return True
-        return self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
+        may_leave = chunk.extents[GRADIENTS] is not None  # otherwise the next gradients need the slot
+        return may_leave and self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def read_states(self, chunk: ChunkState) -> None:
         """The plan reads the optimizer states ahead, because the chunk's update comes soon."""

@@ -66,7 +66,8 @@ class PlayedRecords:
     ):
         self.clock, self.links, self.placement = clock, links, placement
         self.keep, self.compresses = keep, compresses
-        self.caches = {kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind]) for kind in KINDS}
+        has_extent = {kind: lambda chunk, sizes=placement.on_nvme[kind]: sizes[chunk.index] > 0 for kind in KINDS}
+        self.caches = {kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind], has_extent[kind]) for kind in KINDS}
         for chunk in chunks:
             for kind in KINDS:
                 if chunk.homes[kind].is_host:

@@ -1,0 +1,128 @@
+"""Gradients that have slots and no place on NVMe, because the drive is too small: equal bits, no put-off update, and no thread that hangs."""
+
+import time
+
+import pytest
+import torch
+from helpers import NVME, assert_same_states, states_of, training
+from models import gpt_step, tiny_gpt
+from torch import nn
+
+import infinity
+from infinity.engine import build
+from infinity.plan import host_memory
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = {"chunk_mib": 1 / 512, "host_memory": "128KiB"}
+
+
+@pytest.fixture(autouse=True)
+def few_slots(monkeypatch):
+    for name in ("WEIGHT_SLOTS", "STATE_SLOTS", "GRADIENT_SLOTS"):
+        monkeypatch.setattr(host_memory, name, 3)
+
+
+@pytest.fixture
+def small_drive(monkeypatch):
+    """A function that limits the free bytes on every drive."""
+    return lambda nbytes: monkeypatch.setattr(build, "room_nbytes", lambda paths: nbytes)
+
+
+def planned(directory, make=tiny_gpt, **config):
+    with training(make, directory, **config) as (_, engine, _):
+        return engine.placement
+
+
+def records_nbytes(placement):
+    """Bytes of weights and states on NVMe."""
+    homes = placement.homes
+    return sum(n for kind in (WEIGHTS, STATES) for n, home in zip(placement.on_nvme[kind], homes[kind]) if home.is_storage)
+
+
+def trained(directory, *, delays=None, steps=4, **config):
+    with training(tiny_gpt, directory, **config) as (model, engine, optimizer):
+        for name, seconds in (delays or {}).items():
+            lane = engine.updater.lane if name == "update" else engine.gradients.gc
+            lane.on_job = lambda seconds=seconds: time.sleep(seconds)
+        losses = [gpt_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(steps)]
+        extents = [chunk.extents[GRADIENTS] for chunk in engine.registry.chunks]
+        return losses, states_of(engine, model), engine.placement, extents
+
+
+@pytest.mark.parametrize("delays", [{}, {"update": 0.003}, {"gc": 0.003}])
+@pytest.mark.parametrize("places", [NVME, {}])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_without_a_place_on_nvme_have_the_same_bits(dtype, places, delays, small_drive, tmp_path):
+    config = {"dtype": dtype, "device_memory": "128KiB"} | SMALL | places
+    losses, states, ample, extents = trained(tmp_path / "ample", **config)
+    assert any(extents) and ample.on_nvme[GRADIENTS] == ample.sizes[GRADIENTS]
+    small_drive(records_nbytes(ample) + 3 * max(ample.sizes[GRADIENTS]))
+    found = trained(tmp_path / "small", delays=delays, **config)
+    assert not any(found[3]) and not any(found[2].on_nvme[GRADIENTS])
+    assert found[2].slots[GRADIENTS] < len(found[3])
+    assert found[0] == losses
+    assert_same_states(found[1], states)
+
+
+def test_slots_for_the_largest_ops_and_shared_parameters(small_drive, tmp_path):
+    config = {"device_memory": "128KiB"} | SMALL | NVME
+    counts = []
+    for tie in (False, True):
+        make = lambda tie=tie: tiny_gpt(tie=tie)
+        ample = planned(tmp_path / f"ample-{tie}", make, **config)
+        small_drive(ample.nvme_nbytes - 1)
+        counts.append(planned(tmp_path / f"small-{tie}", make, **config).slots[GRADIENTS])
+        small_drive(1 << 40)
+    assert 3 < counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 2}])
+def test_gradients_that_wait_for_step_have_a_place(options, small_drive, tmp_path):
+    config = {"options": options, "param_tier": "host", "optimizer_state_tier": "nvme", "host_memory": "600KiB", "chunk_mib": 1 / 512}
+    ample = planned(tmp_path / "ample", **config)
+    small_drive(ample.nvme_nbytes)
+    assert planned(tmp_path / "small", **config).on_nvme[GRADIENTS] == ample.on_nvme[GRADIENTS]
+
+
+class Twice(nn.Module):
+    """All layers run twice before the loss, so that each gradient is complete late."""
+
+    def __init__(self, num_layers=24):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(num_layers))
+
+    def forward(self, x):
+        for _ in range(2):
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("num_layers", [4, 24])
+def test_late_gradients_end_with_an_error_and_no_hang(num_layers, small_drive, tmp_path):
+    """A drive with room for all gradients trains both models."""
+    config = {"device_memory": "64KiB", "host_memory": "256KiB", "chunk_mib": 1 / 256} | NVME
+    x = torch.randn(2, 48, generator=torch.Generator().manual_seed(0))
+
+    def run(directory):
+        with training(lambda: Twice(num_layers), directory, **config) as (model, engine, optimizer):
+            losses = []
+            for _ in range(2):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses, engine.placement
+
+    losses, ample = run(tmp_path / "ample")
+    small_drive(records_nbytes(ample))
+    if num_layers == 4:
+        assert run(tmp_path / "small")[0] == losses
+        return
+    start = time.monotonic()
+    with pytest.raises(infinity.BudgetError, match="gradients of more chunks than expected are incomplete"):
+        run(tmp_path / "small")
+    assert time.monotonic() - start < 30
