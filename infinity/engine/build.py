@@ -250,7 +250,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
         ReduceScatter(given.ranks, tier, gather_lane, gather_stream, device, events),
         staging=staging,
         accumulate=given.training.accumulating,
-        spill=placement.slots[GRADIENTS] > 0 and (given.training.deferred or given.training.accumulating),
+        spill=placement.slots[GRADIENTS] > 0 and (given.training.deferred or (given.training.accumulating and not placement.only_by_layer)),
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)

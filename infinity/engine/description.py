@@ -236,7 +236,7 @@ def _main_record(records: list[Record]) -> Record:
 def _step(engine) -> Step:
     config, placement = engine.config, engine.placement
     return Step(
-        num_passes=engine.optimizers.accumulation_steps if engine.optimizers else 1,
+        num_passes=engine.optimizers.accumulation_steps if engine.optimizers and not placement.only_by_layer else 1,
         device_nbytes=placement.expected_nbytes,
         deferred=engine.updater.deferred,
         keep=config.residency == "auto",

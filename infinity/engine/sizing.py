@@ -126,13 +126,31 @@ def arrange(
     cuts = _Cuts(model, named, config, training, world)
     share = 1 - ACTIVATION_SHARE if leaves_device(config.activation_tier) else 1.0
     budgets = dataclasses.replace(budgets, host_share=share)
-    way, numel, budgets = _choose(cuts, config, budgets, training, compresses=compresses)
+    way, numel, budgets = _choose_with_sums(cuts, config, budgets, training, compresses=compresses)
     first, candidate, agreed = cuts.candidate(way, numel, 0), cuts.candidate(way, numel, rank), 0
     found = planner.place(candidate, cuts.needs, budgets, first=first)
     while (number := most(found.num_crowded_out)) > agreed:  # equal on all ranks, although shards differ a little
         agreed = number
         found = planner.place(candidate, cuts.needs, budgets, first=first, least_crowded_out=agreed)
-    return candidate.layout, candidate.records, found
+    return candidate.layout, candidate.records, dataclasses.replace(found, only_by_layer=cuts.only_by_layer)
+
+
+def _choose_with_sums(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *, compresses: bool) -> tuple[Way, int, Budgets]:
+    """As `_choose`. If sums of gradients fit nowhere, and only micro-batches make them wait, the model can train by layer, without places
+    for sums."""
+    may_do_without = training.accumulating and not training.deferred
+    try:
+        way, numel, chosen = _choose(cuts, config, budgets, training, compresses=compresses)
+        if not may_do_without or chosen.nvme_nbytes is None:
+            return way, numel, chosen
+        nvme_nbytes = planner.place(cuts.candidate(way, numel, 0), cuts.needs, chosen).nvme_nbytes
+        if nvme_nbytes <= chosen.nvme_nbytes:
+            return way, numel, chosen
+    except BudgetError:
+        if not may_do_without:
+            raise
+    cuts.train_only_by_layer()
+    return _choose(cuts, config, budgets, training, compresses=compresses)
 
 
 def _choose(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *, compresses: bool) -> tuple[Way, int, Budgets]:
@@ -224,6 +242,12 @@ class _Cuts:
             updates_follow=training.deferred,
             accumulates=training.accumulating,
         )
+        self.only_by_layer = False
+
+    def train_only_by_layer(self) -> None:
+        """No gradient waits for step(): each layer's sum is complete before the layer's update."""
+        self.needs = dataclasses.replace(self.needs, deferred=False, accumulates=False)
+        self.only_by_layer = True
 
     def candidate(self, way: Way, chunk_numel: int, rank: int) -> Candidate:
         cut = self._layout(chunk_numel=chunk_numel)

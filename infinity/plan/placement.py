@@ -38,7 +38,8 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # If updates run in backward, few gradients wait at a time. If NVMe is too small for a place for each gradient, gradients have slots only. Host
 # memory then has slots for the gradients of the two largest ops, and of parameters that several modules share. If all slots are taken, the
 # backward pass waits for an update. A program that computes several outputs before one backward pass may complete gradients late: if no
-# update can free a slot, the engine raises an error. (30.5 B parameters with 8-bit states, 80 GB, 125 GiB, a drive of 64 GB: places for all
+# update can free a slot, the engine raises an error. Likewise, sums of several micro-batches need no place if steps are by layer: a layer's sum
+# is complete before the next layer's sum begins. If sums fit nowhere, the engine trains by layer only, and refuses a loop. (30.5 B parameters with 8-bit states, 80 GB, 125 GiB, a drive of 64 GB: places for all
 # gradients take 57 GiB, 15 of them on the device.)
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Placement:
     device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
     there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
     bytes of gradients are on their way to the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have
-    no place but the device.
+    no place but the device. only_by_layer: sums of gradients of several passes have no place, so a step has one pass, or is by layer.
     """
 
     homes: dict[str, tuple[Tier, ...]]
@@ -102,6 +103,7 @@ class Placement:
     may_stay: frozenset[int]
     window_nbytes: int | None = None
     must_wait: frozenset[int] = frozenset()
+    only_by_layer: bool = False
 
     def uncoded(self) -> Placement:
         """The placement if floats are not coded. Late gradients then have no room on NVMe: see `Candidate.late_on_nvme`."""

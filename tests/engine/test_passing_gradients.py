@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt
+from models import gpt_step, tiny_gpt, tokens
 from torch import nn
 
 import infinity
@@ -84,6 +84,41 @@ def test_gradients_that_wait_for_step_have_a_place(options, small_drive, tmp_pat
     ample = planned(tmp_path / "ample", **config)
     small_drive(ample.nvme_nbytes)
     assert planned(tmp_path / "small", **config).on_nvme[GRADIENTS] == ample.on_nvme[GRADIENTS]
+
+
+def by_layer(model, optimizer, step):
+    losses = infinity.accumulate(model, [tokens(step, micro) for micro in range(3)], lambda model, batch: model(*batch) / 3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("lacking", ["a gradient", "all sums"])
+def test_sums_need_no_place_if_steps_are_by_layer(lacking, small_drive, tmp_path):
+    config = {"dtype": "bf16", "device_memory": "160KiB", "options": {"accumulation_steps": 3}} | SMALL | NVME
+    results = []
+    for name in ("ample", "small"):
+        with training(tiny_gpt, tmp_path / name, **config) as (model, engine, optimizer):
+            assert engine.placement.only_by_layer == (name == "small")
+            losses = [by_layer(model, optimizer, step) for step in range(3)]
+            results.append((losses, states_of(engine, model)))
+            ample = engine.placement
+            if name == "small":
+                with pytest.raises(infinity.UsageError, match="have no room for sums of gradients.* infinity.accumulate"):
+                    gpt_step(model, optimizer, 0, 3)
+                optimizer.zero_grad()
+                by_layer(model, optimizer, 3)
+        small_drive(records_nbytes(ample) if lacking == "all sums" else ample.nvme_nbytes - max(ample.sizes[GRADIENTS]))
+    assert results[0][0] == results[1][0]
+    assert_same_states(results[1][1], results[0][1])
+
+
+def test_clipped_sums_need_their_places(small_drive, tmp_path):
+    config = {"options": {"accumulation_steps": 3, "max_grad_norm": 0.5}} | SMALL | NVME
+    ample = planned(tmp_path / "ample", **config)
+    small_drive(records_nbytes(ample))
+    small = planned(tmp_path / "small", **config)
+    assert not small.only_by_layer and small.on_nvme[GRADIENTS] == ample.on_nvme[GRADIENTS]  # the drive refuses the excess
 
 
 class Twice(nn.Module):

@@ -20,7 +20,17 @@ import torch
 
 from infinity.engine.steps.outside_gradients import is_returned
 from infinity.engine.steps.param_grads import NOT_DROPPED, drop_half_arrived
-from infinity.engine.steps.refusals import SCALED, TORN, late_gradient, no_more_passes, no_optimizer, not_scaled, refuse_by_layer, sums_in_hook
+from infinity.engine.steps.refusals import (
+    NO_PLACE_FOR_SUMS,
+    SCALED,
+    TORN,
+    late_gradient,
+    no_more_passes,
+    no_optimizer,
+    not_scaled,
+    refuse_by_layer,
+    sums_in_hook,
+)
 from infinity.engine.steps.step_state import EXPECTING, LAYERWISE, PASSING, RECEIVING, Damage, StepKind
 from infinity.errors import UsageError
 from infinity.plan.schedule import Moment, moment
@@ -194,7 +204,7 @@ class BackwardPasses:
         failed, begun = self.state.damage is Damage.GRADIENTS, self.state.num_backwards > 0 and not torn
         refuse_by_layer(runs=self.state.in_backward, failed=failed, begun=begun)
         self.cycle.clear_gradients()
-        if (refusal := self._why_not_train()) is not None:
+        if (refusal := self._why_not_train(by_layer=True)) is not None:
             raise UsageError(refusal)
         self.cycle.begin_step_of(StepKind.ACCUMULATE)
         self.cycle.pace.begin()
@@ -248,7 +258,7 @@ class BackwardPasses:
         """Backward passes of the current step."""
         return 1 if self.state.kind is StepKind.ACCUMULATE else self.cycle.passes.num_passes(self.cycle.optimizers.accumulation_steps)
 
-    def _why_not_train(self, state: ParameterState | None = None) -> str | None:
+    def _why_not_train(self, state: ParameterState | None = None, *, by_layer: bool = False) -> str | None:
         """The message that refuses a gradient now, or a gradient of this parameter; None if gradients are allowed."""
         if not self.cycle.optimizers:
             return no_optimizer(state.name if state else "a parameter")
@@ -256,6 +266,8 @@ class BackwardPasses:
             return TORN
         if (refusal := self.cycle.optimizer_calls.why_no_pass(has_gradients=self.state.num_backwards > 0)) is not None:
             return refusal
+        if not by_layer and self.num_passes > 1 and not self.cycle.passes.may_be_several:
+            return NO_PLACE_FOR_SUMS
         if self.param_grads.are_of_last_step:
             return NOT_DROPPED
         if self.param_grads.factor != 1.0:

@@ -15,7 +15,10 @@ from collections.abc import Iterator
 
 
 class PassesPerStep:
-    def __init__(self):
+    """may_be_several: whether gradients of several passes of an ordinary step have a place for their sums."""
+
+    def __init__(self, *, may_be_several: bool = True):
+        self.may_be_several = may_be_several
         self._more_come = False
         self._told: int | None = None
 

@@ -47,6 +47,11 @@ TORN = (
     "a backward pass began after an earlier one that failed half-way and had begun to update: weights are of two steps. Load a checkpoint "
     "first."
 )
+NO_PLACE_FOR_SUMS = (
+    "host memory, NVMe and the device have no room for sums of gradients, so a step cannot have several backward passes. Use "
+    "infinity.accumulate(model, micro_batches, loss), which adds up the gradients of one layer at a time. Or raise host_memory, or add a "
+    "directory to swap_dirs"
+)
 FAILED = "after a backward pass that raised; call zero_grad() and run the pass again"
 WEIGHTS_OF_TWO_STEPS = (
     "the last backward pass failed after some chunks had been updated: weights are of two steps. Load a checkpoint. With "

@@ -69,7 +69,7 @@ class StepCycle:
         self.attach(JoinedOptimizers(), None)
         self.state = StepState(self.course)
         self.forward = ForwardPasses()
-        self.passes = PassesPerStep()
+        self.passes = PassesPerStep(may_be_several=not parts.placement.only_by_layer)
         self.autograd_grad = AutogradGrad()
         self.norm = GradientNorm(self.gradients, self.updater, ranks, events)
         self.updates = ChunkUpdates(self.weights, self.gradients, self.updater, self.norm)
