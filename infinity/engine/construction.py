@@ -38,7 +38,7 @@ from infinity.engine.engine import Engine
 from infinity.engine.offload import cut_large_layers
 from infinity.engine.sizing import MOST_OF_FREE, PROGRAM_SHARE
 from infinity.errors import UsageError
-from infinity.model.deferred_init import Drawn, drawn_by
+from infinity.model.deferred_init import Drawn, drawn_by, drawn_zeros
 from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_metadata, overwritten_by, parameters_in
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.garbage_collector import without_collections
@@ -48,7 +48,6 @@ from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
 DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts with a full window. The host's window is memory beside records
-_FIRST_NBYTES = 4 << 10
 _MIN_FILLED_NBYTES = 1 << 20
 LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
@@ -371,9 +370,8 @@ class ConstructionMode(TorchFunctionMode):
 
     def _move_away(self, param: nn.Parameter) -> None:
         with self._undisturbed():
-            if self._on_all_ranks(_has_only_zeros(param)):
-                self._install_placeholder(param, Drawn.zeros(param.shape, param.device))
-                return
+            if self._on_all_ranks((zeros := drawn_zeros(param)) is not None):
+                return self._install_placeholder(param, zeros)
             begin, numel = self._share(param.numel())
             part = param.detach().reshape(-1)[begin : begin + numel].cpu().contiguous()
             self._install_placeholder(param, self.scratch.write(part, numel * param.element_size()))
@@ -425,14 +423,6 @@ def _fill(empty: torch.Tensor) -> None:
     if empty.is_cuda and empty.nbytes >= _MIN_FILLED_NBYTES and not torch.are_deterministic_algorithms_enabled():
         with torch.no_grad():
             empty.zero_()
-
-
-def _has_only_zeros(param: nn.Parameter) -> bool:
-    """Whether all bits are zero. The first values usually tell."""
-    if not param.is_contiguous():
-        return False
-    bits = param.detach().reshape(-1).view(torch.uint8)
-    return not bits[:_FIRST_NBYTES].any() and not bits.any()
 
 
 def _can_be_drawn_later(param: nn.Parameter) -> bool:

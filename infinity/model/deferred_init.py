@@ -25,6 +25,7 @@ from infinity.model import _mt19937
 from infinity.model.tiled_layers import NORMAL_BLOCK
 
 STRIPE_NUMEL = 1 << 21  # with a state of 5 KiB each: an 800th of bf16 values
+_FIRST_NBYTES = 4 << 10
 
 _aten = torch.ops.aten
 _DRAWS = {_aten.normal_.default: "normal_", _aten.uniform_.default: "uniform_"}
@@ -42,10 +43,6 @@ class Drawn:
     def __init__(self, name: str, args: tuple, shape: torch.Size, device: torch.device, states: list[torch.Tensor], stripe_numel: int):
         self._name, self._args, self._shape, self._device = name, args, shape, device
         self._states, self._stripe_numel = states, stripe_numel
-
-    @classmethod
-    def zeros(cls, shape: torch.Size, device: torch.device) -> Drawn:
-        return cls("zero_", (), shape, device, [], 1)
 
     @torch.no_grad()
     def write(self, out: torch.Tensor, num_threads: int) -> None:
@@ -88,6 +85,16 @@ def drawn_by(func, args: tuple, kwargs: dict, target: torch.Tensor):
         recorder.settle()
         raise
     return result, recorder.drawn
+
+
+def drawn_zeros(values: torch.Tensor) -> Drawn | None:
+    """The values as a Drawn if all bits are zero, otherwise None. The first values usually tell."""
+    if not values.is_contiguous():
+        return None
+    bits = values.detach().reshape(-1).view(torch.uint8)
+    if bits[:_FIRST_NBYTES].any() or bits.any():
+        return None
+    return Drawn("zero_", (), values.shape, values.device, [], 1)
 
 
 class _Recorder(TorchDispatchMode):

@@ -322,11 +322,6 @@ class RecordMover:
         with self.lock:
             return self.caches[kind].is_crowded()
 
-    def is_stuck(self, kind: str) -> bool:
-        """Whether no slot of the kind can become free before the training thread continues."""
-        with self.lock:
-            return self.caches[kind].is_stuck()
-
     def slots_in_use(self) -> dict[str, int]:
         """By kind, for the kinds that have slots."""
         return {kind: cache.slots.count - cache.slots.num_free for kind, cache in self.caches.items() if cache.slots is not None}
