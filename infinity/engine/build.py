@@ -32,13 +32,14 @@ from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import Freed, keep_freed_memory
 from infinity.system.interrupts import uninterrupted
-from infinity.system.lanes import Lane, Monitor
+from infinity.system.lanes import Lane
 from infinity.system.mapped import ReadAhead
 from infinity.system.progress import Progress, ignore
 from infinity.system.ranks import Ranks
 from infinity.system.storage import Extent, StorageTier, make_storage
 from infinity.system.swap_directory import room_nbytes
 from infinity.system.swap_owner import reclaim
+from infinity.system.threads import monitor
 from infinity.tiers.activations import Activations
 from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.compressed_extents import OverflowArea
@@ -238,7 +239,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
     caches: dict[str, HostCache] = {}
     failure = FirstFailure(given.ranks.report)
     keep = config.residency == "auto"
-    records_ = RecordMover(compressor_ or given.swap, caches, Monitor(), events, failure, keep=keep, who=given.ranks.label)
+    records_ = RecordMover(compressor_ or given.swap, caches, monitor(), events, failure, keep=keep, who=given.ranks.label)
     undo.callback(records_.close)
     staging = _fill_caches(given, caches, registry.chunks, arena, course)
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from infinity.errors import BudgetError, UsageError
-from infinity.system.lanes import Monitor
+from infinity.system.threads import monitor
 
 PAGE_NBYTES = 4096
 HUGE_NBYTES = 2 << 20
@@ -169,7 +169,7 @@ class Slots:
         self.peak = 0
         self._region = arena.region(self.slot_nbytes * count)
         self._free = list(range(count))[::-1]
-        self._changed = Monitor()
+        self._changed = monitor()
         self._closed = False
 
     @property

@@ -6,18 +6,16 @@ Knows lanes by name and a clock. Must not know chunks, tiers or threads: the cod
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from infinity.system.threads import now
+
 LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "update", "nvme_write")  # h2d: host to device; d2h: device to host
 COMPUTE, STALL, STEP, SLOTS = "compute", "stall", "step", "slots"  # lanes of a trace beside the links
 MAX_EVENTS = 1 << 18  # capacity of a trace, some 70 MiB; the oldest events go first
-
-now = time.perf_counter  # on Linux the monotonic clock, which all processes of a machine share
-
 
 @dataclass
 class Meter:

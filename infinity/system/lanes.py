@@ -1,8 +1,7 @@
 """Threads that carry out one link's work in the given order; work that a thread waits for may go first.
 
-Knows jobs and their order, the CUDA device of a lane's thread, and the lock of shared data (Monitor). Must not know the contents of a
-job. Because of lanes, the training thread never waits for a transfer that the op does not need. Waits, copies and computations inside a
-job drop the GIL.
+Knows jobs and their order, and the CUDA device of a lane's thread. Must not know the contents of a job. Because of lanes, the training
+thread never waits for a transfer that the op does not need. Waits, copies and computations inside a job drop the GIL.
 """
 
 # [Note: jobs of two parts]
@@ -21,22 +20,11 @@ import torch
 
 from infinity.system.failure import FirstFailure
 from infinity.system.slow_steps import look
+from infinity.system.threads import monitor, threads
 from infinity.system.waits import THREADS, waits
 
-_GLANCE_S = 0.5  # interval in which a waiting thread checks for an abandoned lane and a slow step
 _ENDED = object()  # a generator has no more parts
 _GRACE_S = 5.0  # longest wait for the end of an abandoned lane, whose own waits end soon
-
-
-class Monitor(type(threading.RLock())):
-    """A threading.Condition that an interrupt cannot leave locked: enter and exit are C code, which no interrupt splits."""
-
-    def __init__(self):
-        self._condition = threading.Condition(self)
-        self.wait = self._condition.wait
-        self.wait_for = self._condition.wait_for
-        self.notify = self._condition.notify
-        self.notify_all = self._condition.notify_all
 
 
 class Need(weakref.ref):
@@ -71,7 +59,7 @@ class Job:
 
     def __init__(self, work: Callable[[], object] | None):
         self.done = False
-        self._gate = threading.Lock()  # held until the work is over: Events would be slow for thousands of jobs a second
+        self._gate = threads().gate()  # held until the work is over: Events would be slow for thousands of jobs a second
         self._gate.acquire()
         self._error: BaseException | None = None
         self._work = work
@@ -109,7 +97,7 @@ class Job:
                 self.lane.wake()
             with waits(self.in_words, self.worker):
                 while not self.done:
-                    if self._gate.acquire(timeout=_GLANCE_S):
+                    if self._gate.acquire(timeout=-1 if (glance_s := threads().glance_s) is None else glance_s):
                         self._gate.release()  # for other waiting threads
                     elif self.lane is not None and self.lane.abandoned is not None:
                         raise self.lane.abandoned
@@ -175,9 +163,8 @@ class Lane:
         self._idle: dict[Job, Callable[[], bool]] = {}  # idle jobs in order, likewise
         self._has_had_idle_jobs = False
         self._hurried: list[Job] = []  # waiting jobs in the order of `hurry`
-        self._changed = Monitor()  # guards the line and the end of the lane
-        self._thread = threading.Thread(target=_on_this_device(self._loop), name=f"{THREADS}{name}", daemon=True)
-        self._thread.start()
+        self._changed = monitor()  # guards the line and the end of the lane
+        self._thread = threads().start(_on_this_device(self._loop), f"{THREADS}{name}")
 
     def push(
         self,
@@ -262,7 +249,7 @@ class Lane:
 
     def _join(self) -> None:
         while self._thread.is_alive() and self.abandoned is None:
-            self._thread.join(_GLANCE_S)
+            self._thread.join(threads().glance_s)
         self._thread.join(_GRACE_S)
 
     def _loop(self) -> None:
@@ -283,7 +270,7 @@ class Lane:
         """Wait for a job. Returns false once the lane has ended and no job is left."""
         while not self._waiting and not self._ended:
             with self._changed:  # an interrupt in the pushing thread may prevent the notification
-                is_idle = not self._waiting and not self._ended and not self._changed.wait(_GLANCE_S)
+                is_idle = not self._waiting and not self._ended and not self._changed.wait(threads().glance_s)
             if is_idle:
                 look()
         return self._waiting

@@ -10,7 +10,7 @@ from collections import deque
 import aio_ext
 from infinity.errors import SwapError
 from infinity.system.arena import PAGE_NBYTES, Arena, Region
-from infinity.system.lanes import Monitor
+from infinity.system.threads import monitor
 
 BUFFER_NBYTES = 16 << 20  # the largest size of one buffer
 LEAST_BUFFERS = 2  # a thread fills one buffer while the drive writes from the other
@@ -42,7 +42,7 @@ class StagingBuffers:
         self._purpose = purpose
         self._most = max(LEAST_BUFFERS, host_nbytes // self.nbytes)
         self._arena = Arena(pin=pin)
-        self._lock = Monitor()
+        self._lock = monitor()
         self._free: deque[StagingBuffer] = deque()  # the buffer whose write began first comes first
         self._num = 0
         self._error: BaseException | None = None

@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable
+
+from infinity.system.threads import now
 
 THREADS = "infinity-"  # begins the names of the engine's own threads
 _MOST_TEXTS = 8  # in a chain of waits
-
-now = time.perf_counter
-
 
 class Wait:
     """A wait of a thread: the awaited work, and the start in seconds of `now`.

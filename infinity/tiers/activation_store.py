@@ -16,7 +16,8 @@ from collections import deque
 from infinity.errors import SwapError
 from infinity.system.arena import PAGE_NBYTES, Area, Arena, Heap
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import Lane, Monitor
+from infinity.system.lanes import Lane
+from infinity.system.threads import monitor
 from infinity.system.waits import waits
 from infinity.tiers.saved_storage import SavedStorage, StorageState
 
@@ -52,7 +53,7 @@ class ActivationStore:
         self.extents = ExtentPool(swap)
         self.writer = Lane("activations-cn", failure)
         self.storages: dict[int, SavedStorage] = {}  # by number, in every state
-        self._changed = Monitor()  # guards fields that the writer changes: states, memory and the counts
+        self._changed = monitor()  # guards fields that the writer changes: states, memory and the counts
         self._cooling: deque = deque()  # (transfer, memory that is free when the transfer is over)
         self._num_writing = self._num_written = self._num_reads = 0
 

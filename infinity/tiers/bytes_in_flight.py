@@ -10,7 +10,8 @@ from collections.abc import Callable
 from infinity.errors import BudgetError
 from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import Lane, Monitor
+from infinity.system.lanes import Lane
+from infinity.system.threads import monitor
 from infinity.system.waits import waits
 from infinity.tiers.span_state import DeviceTier
 
@@ -33,7 +34,7 @@ class BytesInFlight:
         self.nbytes = 0
         self._tier, self._lane, self._events, self._failure = tier, lane, events, failure
         self._is_stuck = is_stuck
-        self._changed = Monitor()
+        self._changed = monitor()
 
     def add(self, nbytes: int, *, is_booked: bool = False) -> None:
         """Bytes leave for host memory; a negative number: bytes have left the device. is_booked: the tier counts them already."""

@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 from infinity.errors import SwapError
 from infinity.plan.compression import PIECE_NBYTES, Region, Section
 from infinity.sizes import round_up
-from infinity.system.lanes import Monitor
 from infinity.system.storage import Extent, StorageTier
+from infinity.system.threads import monitor
 from infinity.system.waits import waits
 from infinity.tiers.late_moments import RedoLog
 
@@ -65,7 +65,7 @@ class OverflowArea:
         self._extents: list[Extent] = []
         self._free: list[Piece] = []  # a heap: the first pieces come first, so that neighbours form one transfer
         self._num_writes = 0  # that may give pieces back
-        self._changed = Monitor()
+        self._changed = monitor()
         if extent is not None:
             self._add(extent)
 

@@ -29,7 +29,8 @@ from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.record import GRADIENTS
 from infinity.system.events import now
-from infinity.system.lanes import Job, Lane, Monitor
+from infinity.system.lanes import Job, Lane
+from infinity.system.threads import monitor
 from infinity.tiers.bytes_in_flight import BytesInFlight
 from infinity.tiers.chunk_state import ChunkState, Registry
 from infinity.tiers.gradient_adder import GradientAdder
@@ -89,7 +90,7 @@ class Gradients:
         self.memory = GradientMemory(self.tier, self.device, self.adder.stream)
         self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure, functools.partial(_is_stuck, records))
         self._num_arrivals = 0
-        self._lock = Monitor()
+        self._lock = monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock
 
     def dtype(self, chunk: ChunkState) -> torch.dtype:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -27,7 +26,8 @@ from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, Record
 from infinity.plan.slots import Entry, HostCache, HostState, Requests, keeps
 from infinity.system.events import Events, now
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import Job, Lane, Monitor
+from infinity.system.lanes import Job, Lane
+from infinity.system.threads import Monitor, threads
 from infinity.system.waits import waits
 from infinity.tiers.chunk_state import ChunkState
 
@@ -164,8 +164,7 @@ class RecordMover:
         self._closing = False
         self._writer = Lane("cn", failure)
         self._settler = Lane("nc-settle", failure)
-        self._reader = threading.Thread(target=self._read_loop, name="infinity-nc", daemon=True)
-        self._reader.start()
+        self._reader = threads().start(self._read_loop, "infinity-nc")
 
     def request(self, chunk: ChunkState, kind: str, *, urgent: bool = False, pin: bool = True) -> Request:
         """Ask for a copy. pin=False reads ahead: another chunk may take the slot before anybody uses the copy.

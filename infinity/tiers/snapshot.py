@@ -25,8 +25,8 @@ import torch
 import aio_ext
 from infinity.plan.tiers import in_storage
 from infinity.system.arena import PAGE_NBYTES
-from infinity.system.lanes import Monitor
 from infinity.system.staging_buffers import StagingBuffer, StagingBuffers
+from infinity.system.threads import monitor
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.record_mover import Lease, RecordMover
 from infinity.tiers.updates import Updater
@@ -55,7 +55,7 @@ class Snapshot:
         self.buffers = buffers
         self.error: BaseException | None = None  # the first one, which ended the snapshot
         self._chunks, self._records, self._updater = chunks, records, updater
-        self._lock = Monitor()
+        self._lock = monitor()
         self._left = {chunk.index for chunk in chunks}  # records that are still to be copied or skipped
         self._busy: set[int] = set()  # records that a thread copies now
         self._after_update = {chunk.index for chunk in chunks if chunk.update.is_announced}

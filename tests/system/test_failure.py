@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from infinity.system.failure import FirstFailure
-from infinity.system.lanes import Monitor
+from infinity.system.threads import Monitor
 
 SECONDS = 20  # a thread that takes longer counts as hung
 

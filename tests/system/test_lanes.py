@@ -10,6 +10,7 @@ import pytest
 from infinity.system import lanes
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Job, Lane
+from infinity.system.threads import SystemThreads
 from infinity.system.waits import waiting, waits
 
 SECONDS = 20  # a thread that takes longer counts as hung
@@ -62,7 +63,7 @@ def sleeps_on(lane) -> bool:
 
 
 def test_a_quiet_job_runs_before_the_next_job(lane, monkeypatch):
-    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    monkeypatch.setattr(SystemThreads, "glance_s", SECONDS)
     fall_asleep(lane)
     done = []
     lane.push(lambda: done.append("quiet"), quiet=True)
@@ -73,7 +74,7 @@ def test_a_quiet_job_runs_before_the_next_job(lane, monkeypatch):
 
 @pytest.mark.parametrize("rouse", [Job.wait, lambda job: job.lane.wake(), lambda job: job.lane.drain(), lambda job: job.lane.close()])
 def test_a_quiet_job_runs_once_a_thread_waits(lane, monkeypatch, rouse):
-    monkeypatch.setattr(lanes, "_GLANCE_S", SECONDS)
+    monkeypatch.setattr(SystemThreads, "glance_s", SECONDS)
     fall_asleep(lane)
     done = threading.Event()
     job = lane.push(done.set, quiet=True)
