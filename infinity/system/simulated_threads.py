@@ -198,6 +198,12 @@ class SimulatedGate:
         self._is_held = False
         self._line.wake()
 
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception) -> None:
+        self.release()
+
 
 class SimulatedMonitor:
     """Has the methods of Monitor."""

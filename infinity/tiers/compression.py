@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
 from infinity.system.storage import Extent, StorageTier, Transfer
 from infinity.system.swap_errors import changed_error
+from infinity.system.threads import threads
 from infinity.system.waits import waits
 from infinity.tiers import _huffman
 from infinity.tiers.compressed_extents import CompressedExtent, OverflowArea, Place
@@ -76,7 +76,7 @@ class Read:
         self._lane = lane
         self._what = what
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = threads().gate()
         self._failure: tuple[int, str, str] | None = None
         self._error: BaseException | None = None  # of catch_up
 
