@@ -3,13 +3,12 @@
     python bench/qlora.py [--model 8b] [--engines infinity,bitsandbytes] [--micro-batch 4] [--sequence 4096] [--rank 64] [--steps 8] [--rounds 2]
                           [--device-memory 24GiB] [--host-memory 48GiB] [--json FILE]
 
-Models are those of bench/finetune.py, with random weights in bf16. Adapters of --rank are beside every linear layer but the output layer.
-Those of infinity are in bf16 with fp32 masters. Those of bitsandbytes are in fp32, as PEFT makes them by default, and its passes run under
-autocast to bf16. So both compute in bf16, and update in fp32. Each layer is checkpointed. The loss is `infinity.linear_cross_entropy` of 4,096
-tokens at a time. Both train with AdamW. Codes and scales of both are equal: blocks of 64, without double quantisation. Each round runs each engine in turn,
-in processes of their own. Times are those of the steps after the second. Peaks are those of the whole run, the construction included. The
-column "steps" has the allocator's peak of the steps alone. "NVMe" has the bytes read in the whole run. Losses must agree within --tolerance,
-or the exit status is 1.
+Models are those of bench/finetune.py, with random weights in bf16. Adapters of --rank are beside every linear layer but the output layer. Those of
+infinity are in bf16 with fp32 masters. Those of bitsandbytes are in fp32, as PEFT makes them by default, and its passes run under autocast to bf16.
+So both compute in bf16, and update in fp32. Each layer is checkpointed. The loss is `infinity.linear_cross_entropy` of 4,096 tokens at a time. Both
+train with AdamW. Codes and scales of both are equal: blocks of 64, without double quantisation. Each round runs each engine in turn, in processes
+of their own. Times are those of the steps after the second. Peaks are those of the whole run, the construction included. The column "steps" has the
+allocator's peak of the steps alone. "NVMe" has the bytes read in the whole run. Losses must agree within --tolerance, or the exit status is 1.
 """
 
 import argparse

@@ -23,7 +23,7 @@ class SimulatedTransfer:
     def __init__(self, nbytes, words, finish):
         self.nbytes, self._words, self._finish = nbytes, words, finish
         self.done, self._error = False, None
-        self._gate = threads().gate()
+        self._gate = threads().lock()
         self._gate.acquire()
 
     def end(self):

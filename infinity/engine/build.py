@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.sizing import Named, Training, arrange, budgets, expected_device_nbytes, largest_device_nbytes, may_compress, written_in_forward
+from infinity.errors import SwapError
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan import compression
 from infinity.plan import placement as planner
@@ -44,6 +45,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.chunk_state import ChunkState, Registry, Resident
 from infinity.tiers.compressed_extents import OverflowArea
 from infinity.tiers.compression import Compressor
+from infinity.tiers.extents_on_demand import ExtentsOnDemand
 from infinity.tiers.gradient_reduction import ReduceScatter
 from infinity.tiers.gradients import Gradients
 from infinity.tiers.late_moments import redo_logs
@@ -309,7 +311,21 @@ def _compressor(given: _Inputs, chunks: list[ChunkState], arena: Arena, undo: co
             if made is not None and extent is not None:
                 log = redo if kind == STATES else None
                 chunk.extents[kind] = made.compressed(extent, chunk.record.of(kind, late=log is not None), log)
+    if placement.gradients_pass:
+        on_demand = ExtentsOnDemand(functools.partial(_extent_on_demand, given.swap, max(placement.in_slots[GRADIENTS]), made))
+        for chunk in chunks:
+            if chunk.homes[GRADIENTS].is_storage:
+                chunk.extents[GRADIENTS] = on_demand
     return made
+
+
+def _extent_on_demand(swap: StorageTier, nbytes: int, compressor: Compressor | None) -> Extent:
+    """An extent for a gradient that no slot has room for."""
+    try:
+        extent = swap.extend(nbytes)
+    except SwapError as error:
+        raise SwapError(error.errno, f"NVMe has no room for a gradient that waits for others: {error.strerror}", error.filename) from error
+    return compressor.compressed(extent, ()) if compressor is not None else extent
 
 
 def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[ChunkState], arena: Arena, course: Course) -> torch.Tensor | None:
@@ -340,7 +356,7 @@ def _make_swap(
     """Returns the storage at its full size, the placement as it is stored, the extents by kind and chunk (None without bytes there), and the
     area for codes that exceed their extents (None if floats are not coded). room_nbytes: of a rank, on the drives."""
     (total,) = ranks.most([placement.nvme_nbytes])
-    if not total and not leaves_device(config.activation_tier):
+    if not total and not leaves_device(config.activation_tier) and not placement.gradients_pass:
         return None, placement, {kind: [None] * len(homes) for kind, homes in placement.homes.items()}, None
     if config.creates_swap_dir:
         for path in config.swap_dirs:

@@ -48,7 +48,7 @@ from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
 DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts with a full window. The host's window is memory beside records
-_MIN_FILLED_NBYTES = 1 << 20
+_MIN_FILLED_NBYTES = 1 << 20  # of a tensor of a GPU: zeros in smaller ones save no time
 LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
 
@@ -184,7 +184,7 @@ class ConstructionMode(TorchFunctionMode):
         if overwritten is None or not (id(overwritten) in self._present or id(overwritten) in self._away):
             result = func(*args, **kwargs)
             if func is torch.empty:
-                _fill(result)
+                _fill_with_zeros(result)
             return result
         with self._undisturbed():
             return self._overwrite(overwritten, func, args, kwargs)
@@ -418,7 +418,7 @@ class ConstructionMode(TorchFunctionMode):
             self._busy = before
 
 
-def _fill(empty: torch.Tensor) -> None:
+def _fill_with_zeros(empty: torch.Tensor) -> None:
     """Fill a new tensor of a GPU with zeros, unless it is small, or torch has filled it."""
     if empty.is_cuda and empty.nbytes >= _MIN_FILLED_NBYTES and not torch.are_deterministic_algorithms_enabled():
         with torch.no_grad():

@@ -102,11 +102,14 @@ class Description:
     """The link with the longest expected busy time: of the two NVMe links the one with more bytes; without NVMe traffic the link with the
     most bytes. None: no link carries bytes."""
 
+    only_by_layer: bool
+    """Whether several micro-batches a step need infinity.accumulate, because no tier has room for sums of gradients."""
+
     tiled: Mapping[str, int]
     """Layers that are cut into tiles: number of tiles by layer name. A tiled linear layer rounds differently from the whole layer."""
 
     def __str__(self) -> str:
-        return "\n  ".join([*self._model(), *self._tiers(), *self._step(), *self._tiles()])
+        return "\n  ".join([*self._model(), *self._tiers(), *self._step(), *self._sums(), *self._tiles()])
 
     def _model(self) -> list[str]:
         trainable = f"{self.num_trainable:,}" if self.num_trainable < self.num_parameters else "all"
@@ -141,6 +144,10 @@ class Description:
         else:
             expected = "time per step unknown: drives are not measured" if drives else "time per step unknown before the first step"
         return [*_lines(f"a step moves about: {', '.join(moved)}"), *_lines(f"bottleneck: {self.bottleneck}; {expected}")]
+
+    def _sums(self) -> list[str]:
+        text = "several micro-batches a step need infinity.accumulate: no tier has room for sums of gradients"
+        return _lines(text) if self.only_by_layer else []
 
     def _tiles(self) -> list[str]:
         if not self.tiled:
@@ -204,6 +211,7 @@ def description_of(engine) -> Description:
         step_nbytes=Renamed(moved, OLD_LINKS),
         drive_seconds=drives / rate if drives and rate else None,
         bottleneck=max(links, key=moved.get, default=None),
+        only_by_layer=placement.only_by_layer,
         tiled={name: len(module.tiles) for name, module in model.named_modules() if isinstance(module, Tiled)},
     )
 

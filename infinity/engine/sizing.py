@@ -136,8 +136,8 @@ def arrange(
 
 
 def _choose_with_sums(cuts: _Cuts, config: Config, budgets: Budgets, training: Training, *, compresses: bool) -> tuple[Way, int, Budgets]:
-    """As `_choose`. If sums of gradients fit nowhere, and only micro-batches make them wait, the model can train by layer, without places
-    for sums."""
+    """As `_choose`. If no tier has room for sums of gradients, and updates need not follow step(), the plan has no places for sums. The model
+    then trains by layer only."""
     may_do_without = training.accumulating and not training.deferred
     try:
         way, numel, chosen = _choose(cuts, config, budgets, training, compresses=compresses)
@@ -245,7 +245,7 @@ class _Cuts:
         self.only_by_layer = False
 
     def train_only_by_layer(self) -> None:
-        """No gradient waits for step(): each layer's sum is complete before the layer's update."""
+        """Plan no places for sums of gradients: in a step by layer, a layer's sum is complete before the layer's update."""
         self.needs = dataclasses.replace(self.needs, deferred=False, accumulates=False)
         self.only_by_layer = True
 

@@ -25,7 +25,7 @@ from infinity.model import _mt19937
 from infinity.model.tiled_layers import NORMAL_BLOCK
 
 STRIPE_NUMEL = 1 << 21  # with a state of 5 KiB each: an 800th of bf16 values
-_FIRST_NBYTES = 4 << 10
+_FIRST_NBYTES = 4 << 10  # are looked at before the rest
 
 _aten = torch.ops.aten
 _DRAWS = {_aten.normal_.default: "normal_", _aten.uniform_.default: "uniform_"}
@@ -88,7 +88,7 @@ def drawn_by(func, args: tuple, kwargs: dict, target: torch.Tensor):
 
 
 def drawn_zeros(values: torch.Tensor) -> Drawn | None:
-    """The values as a Drawn if all bits are zero, otherwise None. The first values usually tell."""
+    """The values as a Drawn if all bits are zero, otherwise None. The first 4 KiB usually decide."""
     if not values.is_contiguous():
         return None
     bits = values.detach().reshape(-1).view(torch.uint8)

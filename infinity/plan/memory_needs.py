@@ -22,7 +22,7 @@ class Needs:
     """The user's choices, independent of the cut. weights, states: a tier, or None for the planner's choice. keep: use memory left over by
     budgets. deferred: all gradients wait for step(). updates_follow: all updates follow step(). accumulates: gradients of several backward
     passes add up, and should do so on the device. on_device: all records may have their home on the device. gradients_pass: gradients have
-    slots, and no place on NVMe: [Note: gradients that pass] in placement.py.
+    slots, and no planned place on NVMe: [Note: gradients that pass] in placement.py.
     """
 
     weights: Tier | None
@@ -57,7 +57,7 @@ class Candidate:
     """A model cut into chunks, with the records of this rank by chunk, and the memory needs beside their own bytes.
 
     held_nbytes: the most bytes of spans that nested ops hold. op_gradient_nbytes: the most bytes of gradients that arrive at once.
-    num_incomplete: chunks that usually have a gradient at a time, if each update begins as soon as its gradient is complete.
+    num_incomplete: the number of chunks that usually have a gradient at the same time, if each update begins once its gradient is complete.
     has_regions: modules are compiled, each as one op. buffers_nbytes: the most bytes of gradients before their reduction, on several ranks.
     snapshot_nbytes: extra bytes of records on the device, see [Note: weights written in forward] in span_state.py. compression_nbytes:
     buffers, if some records are on NVMe. late_nbytes: approximate bytes of each record's gradient in a pool, if moments may be late; slots

@@ -35,12 +35,14 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 # goes to slots for these records ([Note: states read ahead of step()] in chunk_updates.py).
 #
 # [Note: gradients that pass]
-# If updates run in backward, few gradients wait at a time. If NVMe is too small for a place for each gradient, gradients have slots only. Host
-# memory then has slots for the gradients of the two largest ops, and of parameters that several modules share. If all slots are taken, the
-# backward pass waits for an update. A program that computes several outputs before one backward pass may complete gradients late: if no
-# update can free a slot, the engine raises an error. Likewise, sums of several micro-batches need no place if steps are by layer: a layer's sum
-# is complete before the next layer's sum begins. If sums fit nowhere, the engine trains by layer only, and refuses a loop. (30.5 B parameters with 8-bit states, 80 GB, 125 GiB, a drive of 64 GB: places for all
-# gradients take 57 GiB, 15 of them on the device.)
+# If updates run in backward, few gradients wait at a time. If NVMe is too small for a place for each gradient, no gradient has a planned place.
+# Host memory then has slots for the gradients of the two largest ops, and of parameters that several ops read. If all slots are taken, the
+# backward pass waits for an update. If no update can free a slot, a gradient leaves for NVMe, as far as the drive has room beside the records
+# (extents_on_demand.py). This happens if gradients are complete late: several forward passes before one backward pass, retain_graph=True.
+# (30.5 B parameters with 8-bit states, 80 GB, 125 GiB, a drive of 64 GB: places for all gradients take 57 GiB, 15 of them on the device.)
+#
+# Sums of several micro-batches need no place if a step is by layer. A layer's sum is complete before the next layer's sum begins. If no tier
+# has room for sums, the engine trains by layer only, and refuses several backward passes.
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ class Placement:
     device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
     there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
     bytes of gradients are on their way to the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have
-    no place but the device. only_by_layer: sums of gradients of several passes have no place, so a step has one pass, or is by layer.
+    no place but the device. gradients_pass: see [Note: gradients that pass]. only_by_layer: sums of gradients of several passes have no place, so a step has one pass, or is by layer.
     """
 
     homes: dict[str, tuple[Tier, ...]]
@@ -103,6 +105,7 @@ class Placement:
     may_stay: frozenset[int]
     window_nbytes: int | None = None
     must_wait: frozenset[int] = frozenset()
+    gradients_pass: bool = False
     only_by_layer: bool = False
 
     def uncoded(self) -> Placement:
@@ -136,8 +139,7 @@ def place(
         homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
-        taken_nbytes = gradient_limit + candidate.snapshot_nbytes if may_visit else None
-        needs, guests = _guests_and_gradients(first or candidate, needs, budgets, taken_nbytes)
+        needs, guests = _guests_and_needs(first or candidate, needs, budgets, gradient_limit + candidate.snapshot_nbytes if may_visit else None)
         shared = share_out(candidate, needs, budgets, (), guests)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
@@ -169,6 +171,7 @@ def place(
         overflow_nbytes=shared.overflow_nbytes,
         num_crowded_out=len(crowded_out),
         visitors=guests.visitors,
+        gradients_pass=needs.gradients_pass,
         window_nbytes=WINDOW_OPS * candidate.held_nbytes if in_storage(shared.homes[STATES]) else None,
         may_stay=frozenset(shared.without_host_memory if may_visit and needs.deferred else ()),
     )
@@ -224,7 +227,7 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _guests_and_gradients(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests]:
+def _guests_and_needs(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests]:
     """The chunks with room on the device, and the needs: gradients pass if NVMe is too small for them: [Note: gradients that pass].
     taken_nbytes: as of `_guests`; None if no record may visit the device. The result is the same on all ranks."""
 

@@ -104,12 +104,6 @@ class HostCache:
         num_pinned = sum(entry.pins > 0 for entry in self.entries.values())
         return num_pinned >= max(2, 2 / 3 * self.slots.count)
 
-    def is_stuck(self) -> bool:
-        """Whether no slot can become free: no user is left, and no entry can leave."""
-        if self.slots is None or self.slots.num_free or self.users:
-            return False
-        return all(not entry.pins and entry.state is HostState.DIRTY and not self.has_extent(entry.chunk) for entry in self.entries.values())
-
     def find(self, chunk) -> Entry | None:
         return self.entries.get(chunk.index) or self.residents.get(chunk.index)
 

@@ -59,7 +59,7 @@ class Job:
 
     def __init__(self, work: Callable[[], object] | None):
         self.done = False
-        self._gate = threads().gate()  # held until the work is over: Events would be slow for thousands of jobs a second
+        self._gate = threads().lock()  # held until the work is over: Events would be slow for thousands of jobs a second
         self._gate.acquire()
         self._error: BaseException | None = None
         self._work = work

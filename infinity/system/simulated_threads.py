@@ -1,6 +1,6 @@
 """Simulated threads: one runs at a time, in an order that a seed decides, on a virtual clock.
 
-Knows threads that wait for monitors, gates and times. Must not know lanes or their work. See `using` in threads.py.
+Knows threads that wait for monitors, locks and times. Must not know lanes or their work. See `using` in threads.py.
 """
 
 # [Note: simulated threads]
@@ -87,8 +87,8 @@ class SimulatedThreads:
     def monitor(self) -> SimulatedMonitor:
         return SimulatedMonitor(self)
 
-    def gate(self) -> SimulatedGate:
-        return SimulatedGate(self)
+    def lock(self) -> SimulatedLock:
+        return SimulatedLock(self)
 
     def start(self, run: Callable[[], None], name: str) -> SimulatedThread:
         thread = SimulatedThread(self, name)
@@ -176,7 +176,7 @@ class _Line:
         self._threads.wake(place[0])
 
 
-class SimulatedGate:
+class SimulatedLock:
     """Has the methods of threading.Lock that lanes use."""
 
     def __init__(self, threads: SimulatedThreads):
@@ -190,7 +190,7 @@ class SimulatedGate:
             left = None if end is None else end - self._threads.now()
             if left is not None and left <= 0:
                 return False
-            self._line.block("a gate", left)
+            self._line.block("a lock", left)
         self._is_held = True
         return True
 

@@ -30,7 +30,7 @@ class SystemThreads:
     glance_s: float | None = _GLANCE_S
     now = staticmethod(time.perf_counter)  # on Linux the monotonic clock, which all processes of a machine share
     monitor = Monitor
-    gate = threading.Lock  # a lock that one thread holds until another one releases it
+    lock = threading.Lock  # one thread may release the lock of another one
 
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
         """A daemon thread that has begun to run the function."""

@@ -12,6 +12,7 @@ from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.tiers import NVME, Tier
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
+from infinity.tiers.extents_on_demand import ExtentsOnDemand
 from infinity.tiers.gradient_state import GradientState
 from infinity.tiers.parameter_state import ParameterState
 from infinity.tiers.span_state import SpanState
@@ -114,6 +115,11 @@ class ChunkState:
     def gradient_on_device(self) -> bool:
         """Whether the gradient is on the device: the parts that have arrived, and the parts that follow."""
         return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)
+
+    @property
+    def gradient_passes(self) -> bool:
+        """Whether the gradient has no planned place: [Note: gradients that pass] in placement.py."""
+        return isinstance(self.extents[GRADIENTS], ExtentsOnDemand)
 
     @property
     def has_no_room_elsewhere(self) -> bool:

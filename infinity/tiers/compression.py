@@ -76,7 +76,7 @@ class Read:
         self._lane = lane
         self._what = what
         self._path = path
-        self._lock = threads().gate()
+        self._lock = threads().lock()
         self._failure: tuple[int, str, str] | None = None
         self._error: BaseException | None = None  # of catch_up
 

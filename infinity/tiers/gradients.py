@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -88,7 +87,7 @@ class Gradients:
         self.cuda = self.device.type == "cuda"
         self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
         self.memory = GradientMemory(self.tier, self.device, self.adder.stream)
-        self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure, functools.partial(_is_stuck, records))
+        self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
         self._num_arrivals = 0
         self._lock = monitor()
         self._batch: Batch | None = None  # the last batch in the gc lane's queue, until the lane begins with it; guarded by the lock
@@ -358,9 +357,3 @@ class Gradients:
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         if not stays:
             self.events.moved("d2h", chunk.index, chunk.record.numel * shard.element_size(), begin, now(), marks)
-
-
-def _is_stuck(records: RecordMover) -> bool:
-    """Whether no slot of a gradient can become free before the training thread continues."""
-    with records.lock:
-        return records.caches[GRADIENTS].is_stuck()

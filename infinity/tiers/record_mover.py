@@ -30,6 +30,7 @@ from infinity.system.lanes import Job, Lane
 from infinity.system.threads import Monitor, threads
 from infinity.system.waits import waits
 from infinity.tiers.chunk_state import ChunkState
+from infinity.tiers.extents_on_demand import ExtentsOnDemand
 
 
 class Request(Job):
@@ -296,6 +297,8 @@ class RecordMover:
             entry = self.caches[kind].find(chunk)
             if entry is not None and entry.state is HostState.DIRTY:
                 entry.become(HostState.CLEAN)
+            if isinstance(on_demand := chunk.extents[kind], ExtentsOnDemand) and (entry is None or entry.state is HostState.CLEAN):
+                on_demand.give_back(chunk.index)  # no transfer is under way
             if entry is not None and self.caches[kind].drop(entry):
                 self.lock.notify_all()
             self._forget_late(chunk, kind)
@@ -344,6 +347,8 @@ class RecordMover:
     def _place(self, chunk: ChunkState, kind: str, entry: Entry):
         """The extent of an entry that borrows a slot, and the bytes of the slot that belong to it."""
         extent = chunk.extents[kind]
+        if isinstance(extent, ExtentsOnDemand):
+            extent = extent.of(chunk.index)
         return extent, entry.memory.buffer[: extent.nbytes]
 
     def _make_clean(self, kind: str) -> None:

@@ -305,7 +305,7 @@ def test_records_whose_tier_is_the_device_stay_when_inputs_grow(small_drive, gau
         expected = states_of(engine, model)
     config = {"device_memory": least + sum(records[:-1])} | CROWDED
     with training(tiny_gpt, tmp_path, **config) as (_, engine, _):
-        small_drive(engine.placement.nvme_nbytes * 3 // 4)
+        small_drive(engine.placement.nvme_nbytes // 2)  # not enough for records, even without places for gradients
     gauge.capacity = config["device_memory"] + (16 << 10)
     with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
         at_home = engine.placement.homes[STATES].count(DEVICE)

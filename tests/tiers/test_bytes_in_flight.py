@@ -16,7 +16,7 @@ from infinity.tiers.span_state import DeviceTier
 def test_bytes_count_once_and_never_twice_or_not_at_all(is_booked):
     tier, held = DeviceTier(0), []
     tier.book(64 if is_booked else 0)  # such as a buffer before its reduction
-    flight = BytesInFlight(100, tier, lane=None, events=None, failure=None, is_stuck=None)
+    flight = BytesInFlight(100, tier, lane=None, events=None, failure=None)
     tier.before_change = lambda: held.append(tier.held_nbytes)
     flight.add(64, is_booked=is_booked)
     assert (tier.held_nbytes, flight.nbytes) == (64, 64)

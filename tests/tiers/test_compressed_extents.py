@@ -14,7 +14,7 @@ from aio_ext import _aio
 from infinity.formats.format import Format, Segment
 from infinity.plan import compression
 from infinity.plan.compression import PIECE_NBYTES
-from infinity.plan.record import STATES, WEIGHTS, record_layout
+from infinity.plan.record import GRADIENTS, STATES, WEIGHTS, record_layout
 
 MIB = 1 << 20
 NUMEL = 512 << 10
@@ -202,4 +202,6 @@ def test_a_drive_that_holds_only_coded_records_is_enough():
     coded, whole = placed("on"), placed("off")
     assert coded.uncoded().nvme_nbytes > 1.1 * coded.nvme_nbytes
     assert placed("on", coded.nvme_nbytes).num_crowded_out == 0
-    assert placed("off", whole.nvme_nbytes - 1).num_crowded_out > 0
+    passing = placed("off", whole.nvme_nbytes - 1)
+    assert passing.gradients_pass and passing.num_crowded_out == 0 and not any(passing.on_nvme[GRADIENTS])
+    assert placed("off", passing.nvme_nbytes - 1).num_crowded_out > 0

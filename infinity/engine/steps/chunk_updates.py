@@ -118,8 +118,7 @@ class ChunkUpdates:
         """Whether the chunk's gradient has a place until the next forward pass."""
         if chunk.homes[GRADIENTS].is_host or chunk.gradient_on_device:
             return True
-        may_leave = chunk.extents[GRADIENTS] is not None  # otherwise the next gradients need the slot
-        return may_leave and self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
+        return not chunk.gradient_passes and self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def read_states(self, chunk: ChunkState) -> None:
         """The plan reads the optimizer states ahead, because the chunk's update comes soon."""

@@ -48,7 +48,7 @@ TORN = (
     "first."
 )
 NO_PLACE_FOR_SUMS = (
-    "host memory, NVMe and the device have no room for sums of gradients, so a step cannot have several backward passes. Use "
+    "a step cannot have several backward passes: host memory, NVMe and the device have no room for sums of gradients. Use "
     "infinity.accumulate(model, micro_batches, loss), which adds up the gradients of one layer at a time. Or raise host_memory, or add a "
     "directory to swap_dirs"
 )

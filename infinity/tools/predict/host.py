@@ -5,7 +5,6 @@ Knows slots, links and sizes. Must not know ops, or the reason of a request.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 
@@ -67,10 +66,7 @@ class PlayedRecords:
     ):
         self.clock, self.links, self.placement = clock, links, placement
         self.keep, self.compresses = keep, compresses
-        has_extent = lambda kind, chunk: chunk.homes[kind].is_storage and placement.on_nvme[kind][chunk.index] > 0
-        self.caches = {
-            kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind], functools.partial(has_extent, kind)) for kind in KINDS
-        }
+        self.caches = {kind: HostCache(kind, _Slots(placement.slots[kind]), next_uses[kind]) for kind in KINDS}
         for chunk in chunks:
             for kind in KINDS:
                 if chunk.homes[kind].is_host:

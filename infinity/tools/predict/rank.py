@@ -106,8 +106,9 @@ class Rank:
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
         """Like ChunkUpdates._may_wait."""
-        cache = self.records.caches[GRADIENTS]
-        return not chunk.homes[GRADIENTS].is_storage or (cache.has_extent(chunk) and cache.slots.num_free > MIN_GRADIENT_SLOTS)
+        if not chunk.homes[GRADIENTS].is_storage:
+            return True
+        return not self.placement.gradients_pass and self.records.caches[GRADIENTS].slots.num_free > MIN_GRADIENT_SLOTS
 
     def begin_step(self) -> None:
         self.route.cursor.restart()
@@ -289,7 +290,7 @@ class Updates:
         states = self.records.request(chunk, STATES, urgent=True)
         gradient, copied = chunk.gradient, chunk.copied
         there = (gradient, weights.granted, states.granted, copied)
-        gradient_stays = not self.records.caches[GRADIENTS].has_extent(chunk)
+        gradient_stays = not chunk.homes[GRADIENTS].is_storage
         if gradient.raised:
             self.records.request(chunk, GRADIENTS, pin=False)  # the gradient may have left for NVMe
         self._users.append(gradient)
