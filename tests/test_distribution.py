@@ -90,6 +90,7 @@ def test_the_wheel_fits_every_python_and_has_its_metadata(wheel):
     assert set(said.get_all("Provides-Extra")) == {"docs", "hf", "lightning", "plot", "progress", "test"}
 
 
+@pytest.mark.long
 def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
     def command(*words, statuses=(0,)):
         return run(*words, cwd=tmp_path, statuses=statuses, PYTHONPATH=str(installed), OMP_NUM_THREADS="1")

@@ -199,6 +199,7 @@ def test_the_table_of_measurements_is_the_same_on_all_pages():
     assert len(tables) == 1
 
 
+@pytest.mark.long
 def test_the_site_builds_without_warnings_and_has_all_public_names(tmp_path):
     """--strict checks that all links, anchors and names of the reference exist."""
     for package in ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers.python"):

@@ -79,7 +79,8 @@ class Placement:
     device. may_stay: chunks whose gradients wait for step() without a place in host memory. These gradients stay on the device as far as
     there is room. In an engine's placement, may_stay has the chunks of all ranks. under_way_nbytes: the training thread waits while more
     bytes of gradients are on their way to the host. window_nbytes: see `share_device`. must_wait, of all ranks: chunks whose gradients have
-    no place but the device. gradients_pass: see [Note: gradients that pass]. only_by_layer: sums of gradients of several passes have no place, so a step has one pass, or is by layer.
+    no place but the device. gradients_pass: see [Note: gradients that pass]. only_by_layer: sums of gradients have no place, so a step has one
+    backward pass or is by layer.
     """
 
     homes: dict[str, tuple[Tier, ...]]
