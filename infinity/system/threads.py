@@ -52,7 +52,7 @@ def monitor() -> Monitor:
 
 
 def now() -> float:
-    """Seconds of a clock that only differences are read from."""
+    """Seconds of a monotonic clock. Only differences have a meaning."""
     return _current.now()
 
 
