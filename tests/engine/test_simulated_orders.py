@@ -4,7 +4,7 @@ import random
 
 import pytest
 from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt
+from models import gpt_step, tiny_gpt, tokens
 from simulated_storage import SimulatedStorage
 
 import infinity
@@ -25,13 +25,27 @@ TRAININGS = {
     "bf16": {"dtype": "bf16"},
     "states in host memory": {"optimizer_state_tier": "host", "host_memory": "1MiB"},
     "muon": {"optimizer": infinity.Muon, "options": {"lr": 0.02}},
+    "8 bits": {"dtype": "bf16", "optimizer_state_dtype": "8bit"},
+    "coded": {"dtype": "bf16", "compression": "on", "host_memory": "64MiB"},
+    "activations on NVMe": {"activation_tier": "nvme", "host_memory": "512KiB"},
+    "by layer": {"by_layer": True, "options": {"accumulation_steps": 3}},
+    "by layer, clipped": {"by_layer": True, "options": {"accumulation_steps": 3, "max_grad_norm": 0.1}},
 }
 
 
-def train(directory, steps=3, **config):
+def train(directory, steps=3, by_layer=False, **config):
+    step_of = layerwise_step if by_layer else gpt_step
     with training(tiny_gpt, directory, **SMALL | NVME | config) as (model, engine, optimizer):
-        losses = [gpt_step(model, optimizer, step, optimizer.accumulation_steps) for step in range(steps)]
+        losses = [step_of(model, optimizer, step, optimizer.accumulation_steps) for step in range(steps)]
         return losses, states_of(engine, model)
+
+
+def layerwise_step(model, optimizer, step, num_micro):
+    batches = [tokens(step, micro) for micro in range(num_micro)]
+    losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / num_micro)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]
 
 
 def simulated(main, seed, fails=lambda number: False):
@@ -49,6 +63,7 @@ def simulated(main, seed, fails=lambda number: False):
 SEEDS = [pytest.param(range(1), id="short"), pytest.param(range(1, 60), id="long", marks=pytest.mark.long)]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_no_order_of_threads_changes_a_bit(seeds, name, tmp_path):
