@@ -1,13 +1,14 @@
 """A storage tier on the virtual clock of simulated threads. It finds buffers that are used while a transfer has them."""
 
+import contextlib
 import errno
 from pathlib import Path
 
 from infinity.errors import SwapError
-from infinity.system.threads import now, threads
+from infinity.system.simulated_threads import SimulatedThreads
+from infinity.system.storage import use_storage
+from infinity.system.threads import now, threads, using
 
-NBYTES_PER_S = 1e9
-LATENCY_S = 1e-4
 UNREAD = 0xA5  # fills the buffer of a read until the end of the read
 
 
@@ -46,12 +47,12 @@ class SimulatedTransfer:
 
 
 class SimulatedStorage:
-    """One drive, which works in order. world: the simulated threads. fails(number): whether transfer `number` fails."""
+    """One drive, which works in order, at a rate in bytes/s. world: the simulated threads. fails(number): whether transfer `number` fails."""
 
     nbytes_per_s = 0.0
 
-    def __init__(self, world, fails=lambda number: False):
-        self.world, self.fails = world, fails
+    def __init__(self, world, *, fails=lambda number: False, rate=1e9, latency_s=1e-4):
+        self.world, self.fails, self.rate, self.latency_s = world, fails, rate, latency_s
         self.read_nbytes = self.write_nbytes = self.num_transfers = 0
         self.log = []  # (what, op, bytes, end) of each transfer
         self._free_at = 0.0
@@ -104,7 +105,19 @@ class SimulatedStorage:
             return None
 
         transfer = SimulatedTransfer(len(buffer), f"a {op} of {len(buffer)} bytes", finish)
-        self._free_at = max(self._free_at, now()) + LATENCY_S + len(buffer) / NBYTES_PER_S
+        self._free_at = max(self._free_at, now()) + self.latency_s + len(buffer) / self.rate
         self.world.call_after(self._free_at - now(), transfer.end)
         self.log.append((what, op, len(buffer), self._free_at))
         return transfer
+
+
+@contextlib.contextmanager
+def simulated_world(seed, **drive):
+    """Inside the block, engines use simulated threads and a simulated drive. Yields (threads, the drives of the engines so far)."""
+    world, made = SimulatedThreads(seed), []
+    before = use_storage(lambda *arguments, **options: made.append(SimulatedStorage(world, **drive)) or made[-1])
+    try:
+        with using(world):
+            yield world, made
+    finally:
+        use_storage(before)

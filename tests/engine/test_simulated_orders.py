@@ -5,14 +5,11 @@ import random
 import pytest
 from helpers import NVME, assert_same_states, states_of, training
 from models import gpt_step, tiny_gpt, tokens
-from simulated_storage import SimulatedStorage
+from simulated_storage import simulated_world
 
 import infinity
 from infinity.engine import build
 from infinity.plan.record import GRADIENTS
-from infinity.system.simulated_threads import SimulatedThreads
-from infinity.system.storage import use_storage
-from infinity.system.threads import using
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,15 +46,9 @@ def layerwise_step(model, optimizer, step, num_micro):
 
 
 def simulated(main, seed, fails=lambda number: False):
-    """Run main() on simulated threads. Returns (result, the storage)."""
-    world = SimulatedThreads(seed)
-    made = []
-    before = use_storage(lambda *arguments, **options: made.append(SimulatedStorage(world, fails)) or made[-1])
-    try:
-        with using(world):
-            return world.run(main), made[-1]
-    finally:
-        use_storage(before)
+    """Run main() on simulated threads. Returns (result, the drive)."""
+    with simulated_world(seed, fails=fails) as (world, drives):
+        return world.run(main), drives[-1]
 
 
 SEEDS = [pytest.param(range(1), id="short"), pytest.param(range(1, 60), id="long", marks=pytest.mark.long)]
