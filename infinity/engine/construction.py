@@ -11,8 +11,8 @@ engine later asks for each parameter's initial value and lays out the records.
 #   away at once. Its values are drawn later, directly for its record.
 # - Mapped from a file, as by from_pretrained of transformers: the values stay there. The first parameter makes the kernel read ahead.
 # - All others: the newest stay in memory. If parameters exceed the window of their memory, the oldest move to a scratch file. Each rank writes
-#   a slice of 1/world. Parameters of zeros take no place in the file. `torch.empty` on a GPU gives zeros inside the block. So packed experts,
-#   which a model initialises after all modules are made, never go to the file.
+#   a slice of 1/world. Parameters of zeros take no place in the file. `torch.empty` on a GPU gives zeros inside the block. So packed experts
+#   on a GPU, which a model initialises after all modules are made, do not go to the file before.
 #
 # A parameter that is away has a placeholder, one NaN expanded to the shape. An operation on the placeholder brings the values back, unless the
 # operation reads only metadata or overwrites the parameter. Parents may therefore initialise their children again. Values and random numbers
@@ -25,7 +25,7 @@ import collections
 import contextlib
 import os
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
 DEVICE_SHARE = 2 / 5  # window's share of free device memory: the engine starts with a full window. The host's window is memory beside records
-_MIN_FILLED_NBYTES = 1 << 20  # of a tensor of a GPU: zeros in smaller ones save no time
+_MIN_FILLED_NBYTES = 1 << 20  # smaller tensors of a GPU stay as they are
 LATER_FROM_NBYTES = 8 << 10  # a generator's state takes about as much: smaller parameters are drawn at once
 
 

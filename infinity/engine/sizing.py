@@ -218,7 +218,7 @@ class _Cuts:
     """The ways to cut one model into chunks."""
 
     def __init__(self, model: nn.Module, named: Named, config: Config, training: Training, world: int):
-        self.model, self.config, self.training, self.world = model, config, training, world
+        self.config, self.training, self.world = config, training, world
         self.params = [param for _, param in named]
         self.specs = _specs(model, named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
@@ -226,6 +226,7 @@ class _Cuts:
         modules = list(model.modules())
         self.has_regions = any(map(is_region, modules))
         self.held_together = _held_together(model, self.params)
+        self.params_of_ops = list(_params_of_ops(model, self.params))
         self.op_gradient_nbytes = _op_gradient_nbytes(modules, self.params, self.specs)
         self.written = written_in_forward(modules, named)
         is_coded = any(spec.format.is_coded for spec in self.specs)
@@ -259,9 +260,9 @@ class _Cuts:
             records=records,
             held_nbytes=_held_nbytes(self.held_together, cut),
             op_gradient_nbytes=self.op_gradient_nbytes,
-            num_incomplete=_num_incomplete(self.model, self.params, cut),
+            num_incomplete=_num_incomplete(self.params_of_ops, cut),
             has_regions=self.has_regions,
-            buffers_nbytes=_buffers_nbytes(self.model, self.params, cut) if cut.partition.is_shared else 0,
+            buffers_nbytes=_buffers_nbytes(self.params_of_ops, cut) if cut.partition.is_shared else 0,
             snapshot_nbytes=sum(span.nbytes for span in spans if span.format.has_master),
             compression_nbytes=compression.buffers_nbytes(records) if way.compresses else 0,
             late_nbytes=[pooled[record] for record in records] if way.late else None,
@@ -392,11 +393,11 @@ def _params_of_ops(model: nn.Module, params) -> Iterator[list[int]]:
             yield [index[id(p)] for p in own if p is not None and id(p) in index]
 
 
-def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
+def _buffers_nbytes(params_of_ops: list[list[int]], layout_: Layout) -> int:
     """The most bytes of the chunks' flat gradient buffers, on several ranks. Each buffer also has one number per parameter and rank. The
     buffers of one op exist beside those of the previous op, whose reduction may come only then."""
     of_ops = {}
-    for own in _params_of_ops(model, params):
+    for own in params_of_ops:
         spans = frozenset(layout_.homes[param].span for param in own)
         chunks = [layout_.chunks[chunk] for span in spans for chunk in layout_.spans[span].chunks]
         of_ops[spans] = sum(
@@ -405,10 +406,10 @@ def _buffers_nbytes(model: nn.Module, params, layout_: Layout) -> int:
     return sum(sorted(of_ops.values())[-2:])
 
 
-def _num_incomplete(model: nn.Module, params, layout_: Layout) -> int:
+def _num_incomplete(params_of_ops: list[list[int]], layout_: Layout) -> int:
     """See `Candidate`: the trainable chunks of the two largest ops, and those of parameters that several ops read."""
     num_ops, numbers, shared = collections.Counter(), [], set()
-    for own in _params_of_ops(model, params):
+    for own in params_of_ops:
         num_ops.update(own)
         chunks = {chunk for param in own for chunk in layout_.chunks_of(param)}
         numbers.append(sum(layout_.chunks[chunk].trainable for chunk in chunks))

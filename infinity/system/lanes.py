@@ -1,13 +1,14 @@
 """Threads that carry out one link's work in the given order; work that a thread waits for may go first.
 
-Knows jobs and their order, and the CUDA device of a lane's thread. Must not know the contents of a job. Because of lanes, the training
-thread never waits for a transfer that the op does not need. Waits, copies and computations inside a job drop the GIL.
+Knows jobs and their order, and the CUDA device of a lane's thread. Must not know the contents of a job, or whether threads are simulated.
+Because of lanes, the training thread never waits for a transfer that the op does not need. Waits, copies and computations inside a job drop
+the GIL.
 """
 
 # [Note: jobs of two parts]
 # The work of a job may be a generator that yields once. Its first part gives work to the device, and its second part waits for the device.
-# If the next job is such a job, too, and ready, the lane runs the first part of the next job before this second part. So the device always
-# has work. A job that is not ready could wait for memory which the earlier job frees in its second part.
+# If the next job is such a job, too, and ready, the lane runs the first part of the next job before this second part. So the device
+# need not wait between the jobs. A job that is not ready could wait for memory which the earlier job frees in its second part.
 
 from __future__ import annotations
 

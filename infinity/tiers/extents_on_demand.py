@@ -1,6 +1,7 @@
-"""Places on NVMe for gradients that seldom leave host memory. An extent is made when a gradient needs the first one, and is used again.
+"""Places on NVMe for gradients that seldom leave host memory. Chunks take extents when their gradients leave, and share them.
 
-Knows extents, and chunks by their index. Must not know when a gradient leaves. One lock of the owner guards all calls.
+Knows extents of one size, and chunks by their index. Must not know when a gradient leaves. One lock of the owner guards all calls.
+ExtentPool in activation_store.py has extents of many sizes, and rounds them up.
 """
 
 from __future__ import annotations

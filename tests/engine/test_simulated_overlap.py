@@ -80,7 +80,7 @@ def test_a_slow_drive_is_the_only_limit(tmp_path):
 
 
 def test_a_slow_link_to_the_device_is_the_only_limit(tmp_path):
-    """Each layer is copied for the forward and the backward pass, except the last layers, which stay between the two."""
+    """A layer is copied twice a step at most: for the forward and for the backward pass."""
     seconds, _ = play(tmp_path, link_s=5 * MS)
     assert all(each < 1.08 * 2 * NUM_LAYERS * 5 * MS for each in seconds[2:])
 

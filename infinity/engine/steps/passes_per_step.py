@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 
 class PassesPerStep:
-    """may_be_several: whether gradients of several passes of an ordinary step have a place for their sums."""
+    """may_be_several: whether an ordinary step may have several passes."""
 
     def __init__(self, *, may_be_several: bool = True):
         self.may_be_several = may_be_several
