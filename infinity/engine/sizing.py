@@ -222,7 +222,7 @@ class _Cuts:
         self.params = [param for _, param in named]
         self.specs = _specs(model, named, config, training)
         self.num_parameters = sum(spec.numel for spec in self.specs)
-        self._layout = functools.lru_cache(4)(functools.partial(layout, self.specs, world=world))  # a search asks for some sizes again
+        self._layout = functools.lru_cache(32)(functools.partial(layout, self.specs, world=world))  # a search asks for some sizes again
         modules = list(model.modules())
         self.has_regions = any(map(is_region, modules))
         self.held_together = _held_together(model, self.params)

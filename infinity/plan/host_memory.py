@@ -7,7 +7,7 @@ Pure arithmetic over the sizes of copies and a budget. Must not know the device,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
@@ -109,8 +109,13 @@ class _Sharing:
         return self.candidate.compression_nbytes if in_storage((*self.homes[WEIGHTS], *self.homes[STATES])) else 0
 
     def host_nbytes(self, counts: Sequence[int]) -> int:
-        shared = sum(count * max(self.in_slots[kind]) for kind, count in self.slots(counts).items())
-        return self.buffers_nbytes() + self.nbytes_in(HOST, self.sizes) + shared
+        return self.with_slots()(counts)
+
+    def with_slots(self) -> Callable[[Sequence[int]], int]:
+        """A function of the slots' counts: the bytes of host memory with the present homes. One pass over all chunks serves many counts."""
+        resident = self.buffers_nbytes() + self.nbytes_in(HOST, self.sizes)
+        slots = [(self._num_sharing(kind), max(self.in_slots[kind])) for kind in KINDS]
+        return lambda counts: resident + sum(min(count, most) * nbytes for count, (most, nbytes) in zip(counts, slots))
 
     def require_least(self) -> None:
         """Raise BudgetError if the fewest slots exceed the budget."""
@@ -140,13 +145,13 @@ class _Sharing:
 
     def grow_slots(self) -> None:
         """Enlarge all pools together, by a tenth at a time."""
-        most = [WEIGHT_SLOTS, STATE_SLOTS, max(GRADIENT_SLOTS, self.counts[2])]
+        most, host_nbytes = [WEIGHT_SLOTS, STATE_SLOTS, max(GRADIENT_SLOTS, self.counts[2])], self.with_slots()
         while self.counts != most:
             wanted = [min(high, max(low + 1, low + high // 10)) for low, high in zip(self.counts, most)]
-            if self.host_nbytes(wanted) > self.budget:
+            if host_nbytes(wanted) > self.budget:
                 break
             self.counts = wanted
-        self.left = self.budget - self.host_nbytes(self.counts)
+        self.left = self.budget - host_nbytes(self.counts)
 
     def add_gradient_slots(self) -> None:
         """Add slots for gradients of put-off updates, for records without a home in memory."""

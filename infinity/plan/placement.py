@@ -140,8 +140,10 @@ def place(
         homes = dict.fromkeys(KINDS, (DEVICE,) * len(layout.chunks))
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
-        needs, guests = _guests_and_needs(first or candidate, needs, budgets, gradient_limit + candidate.snapshot_nbytes if may_visit else None)
-        shared = share_out(candidate, needs, budgets, (), guests)
+        taken = gradient_limit + candidate.snapshot_nbytes if may_visit else None
+        needs, guests, shared = _guests_and_needs(first or candidate, needs, budgets, taken)
+        if first is not None:
+            shared = share_out(candidate, needs, budgets, (), guests)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
             shared, crowded_out = _crowd_out(candidate, needs, budgets, guests, shared, room_nbytes=room, least=least_crowded_out)
@@ -228,42 +230,38 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _guests_and_needs(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests]:
-    """The chunks with room on the device, and the needs: gradients pass if NVMe is too small for them: [Note: gradients that pass].
-    taken_nbytes: as of `_guests`; None if no record may visit the device. The result is the same on all ranks."""
-
-    def find(needs: Needs) -> Guests:
-        return _guests(first, needs, budgets, taken_nbytes) if taken_nbytes is not None else Guests()
-
-    guests = find(needs)
-    if needs.deferred or budgets.nvme_nbytes is None or share_out(first, needs, budgets, (), guests).nvme_nbytes <= budgets.nvme_nbytes:
-        return needs, guests
+def _guests_and_needs(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests, Shared]:
+    """The needs, the chunks with room on the device, and the division of host memory on the first rank. Gradients pass if NVMe is too small
+    for them: [Note: gradients that pass]. taken_nbytes: as of `_guests`. The result is the same on all ranks."""
+    guests, shared = _guests(first, needs, budgets, taken_nbytes)
+    if needs.deferred or budgets.nvme_nbytes is None or shared.nvme_nbytes <= budgets.nvme_nbytes:
+        return needs, guests, shared
     passing = dataclasses.replace(needs, gradients_pass=True)
     try:
-        found = find(passing)
-        share_out(first, passing, budgets, (), found)
+        return passing, *_guests(first, passing, budgets, taken_nbytes)
     except BudgetError:  # host memory is too small for the slots
-        return needs, guests
-    return passing, found
+        return needs, guests, shared
 
 
-def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int) -> Guests:
+def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Guests, Shared]:
     """Chunks that usually have room on the device: as many visitors as possible. If host memory holds all records, and host memory and
-    device together hold all waiting gradients, then only as many visitors as keep this true. taken_nbytes: device memory of everything
-    before visitors.
+    device together hold all waiting gradients, then only as many visitors as keep this true. Also returns the division of host memory.
+    taken_nbytes: device memory of everything before visitors; None if no record may visit the device.
     """
+    if taken_nbytes is None:
+        return Guests(), share_out(first, needs, budgets, (), Guests())
     has_room_for_all = sum(record.nbytes for record in first.records) <= budgets.host_nbytes * budgets.host_share
     room_nbytes = budgets.device_nbytes
     if not has_room_for_all:  # these bytes are on NVMe in any case: too many visitors cost nothing
         room_nbytes = max(room_nbytes, budgets.expected_nbytes)
     room_nbytes -= taken_nbytes
     window_nbytes = None if has_room_for_all else WINDOW_OPS * first.held_nbytes
-    most, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False, window_nbytes=window_nbytes)
-    if not needs.deferred or not _has_records_on_nvme(shared) or not has_room_for_all:
+    most = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=False, window_nbytes=window_nbytes)
+    if not needs.deferred or not _has_records_on_nvme(most[1]) or not has_room_for_all:
         return most
     fewer, shared = _guests_by_turns(first, needs, budgets, room_nbytes, records_first=True)
     gradients = {index for index, home in enumerate(shared.homes[GRADIENTS]) if not home.is_host}
-    return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else fewer
+    return most if _has_records_on_nvme(shared) or gradients - fewer.visitors - fewer.staying else (fewer, shared)
 
 
 def _guests_by_turns(

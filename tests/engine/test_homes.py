@@ -35,7 +35,7 @@ def config_for(monkeypatch, tmp_path):
 
     def find(kind, **config):
         guests = Guests(visitors=VISITORS[kind])
-        monkeypatch.setattr(planner, "_guests", lambda *arguments, **options: guests)
+        monkeypatch.setattr(planner, "_guests", lambda first, needs, budgets, _: (guests, host_memory.share_out(first, needs, budgets, (), guests)))
         for name in ("WEIGHT_SLOTS", "STATE_SLOTS"):  # fewer slots than chunks, as with a large model
             monkeypatch.setattr(host_memory, name, 3)
         for host_kib in range(100, 600, 16):
