@@ -15,6 +15,9 @@ bytes, links or locks: the owner calls one method at a time.
 # it at once; the entry stays pinned until the write is over. A gradient stays DIRTY and unpinned until the update. The gradient is written
 # only if the slot is needed before.
 #
+# `Idle` has the entries without pins by state, so that a claim looks at few entries. An interrupt may end a call between two statements.
+# Therefore an entry comes to a state's list before the entry counts as idle, and leaves the list after that. Readers check each entry.
+#
 # [Note: order of grants]
 # A request that has an entry keeps the slot until the work is done, and the lanes that wait for grants work first in, first out. Pinned
 # requests of one kind are therefore granted in their order. If a later request were served first, because the copy is there or because of
@@ -51,28 +54,60 @@ _HOST_MOVES = {
 
 
 class Entry:
-    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: the waitable that fills the copy."""
+    """A host copy of a chunk's weights, states or gradient. memory: the slot or resident area. source: the waitable that fills the copy.
+    idle: lists the copy while the copy has no pins."""
 
-    __slots__ = ("chunk", "memory", "pins", "resident", "source", "state")
+    __slots__ = ("chunk", "idle", "memory", "pins", "resident", "source", "state")
 
-    def __init__(self, chunk, memory, resident: bool = False):
+    def __init__(self, chunk, memory, idle: Idle, resident: bool = False):
         self.chunk = chunk
         self.memory = memory
+        self.idle = idle
         self.resident = resident
         self.state = HostState.CLEAN if resident else HostState.READING
         self.pins = 0
         self.source = None
+        idle.add(self, self.state)
 
     def become(self, state: HostState) -> None:
-        assert (self.state, state) in _HOST_MOVES, f"{self}: {state} from {self.state}"
+        before = self.state
+        assert (before, state) in _HOST_MOVES, f"{self}: {state} from {before}"
+        if not self.pins:
+            self.idle.add(self, state)
         self.state = state
+        self.idle.remove(self, before)
 
     def pin(self) -> None:
         """Add one user."""
         self.pins += 1
+        self.idle.remove(self, self.state)
+
+    def unpin(self) -> None:
+        """Remove one user."""
+        assert self.pins > 0, self
+        if self.pins == 1:
+            self.idle.add(self, self.state)
+        self.pins -= 1
 
     def __repr__(self):
         return f"Entry({self.chunk.index}, {self.state.value}, {self.pins} pins{', resident' if self.resident else ''})"
+
+
+class Idle:
+    """Host copies without pins, by state: see [Note: host copies]."""
+
+    def __init__(self):
+        self._listed: dict[HostState, dict[int, Entry]] = {state: {} for state in HostState}
+
+    def add(self, entry: Entry, state: HostState) -> None:
+        self._listed[state][entry.chunk.index] = entry
+
+    def remove(self, entry: Entry, state: HostState) -> None:
+        self._listed[state].pop(entry.chunk.index, None)
+
+    def of(self, *states: HostState) -> list[Entry]:
+        """The copies without pins in these states."""
+        return [entry for state in states for entry in self._listed[state].values() if not entry.pins and entry.state is state]
 
 
 class HostCache:
@@ -89,10 +124,11 @@ class HostCache:
         self.next_use = next_use
         self.entries: dict[int, Entry] = {}  # entries that borrow a slot
         self.residents: dict[int, Entry] = {}
+        self._idle, self._idle_residents = Idle(), Idle()
         self.users: deque = deque()  # in order: the waitable after which each user frees the slot; None for a user that frees none
 
     def add_resident(self, chunk, memory) -> None:
-        self.residents[chunk.index] = Entry(chunk, memory, resident=True)
+        self.residents[chunk.index] = Entry(chunk, memory, self._idle_residents, resident=True)
 
     def frees_soon(self) -> bool:
         """Whether the first user's wait is over, so that a slot becomes free in any case. Users that overtake have slots already."""
@@ -101,7 +137,7 @@ class HostCache:
 
     def is_crowded(self) -> bool:
         """Whether at least two thirds of the slots, and at least two, are pinned: earlier requests are far from done."""
-        num_pinned = sum(entry.pins > 0 for entry in self.entries.values())
+        num_pinned = len(self.entries) - len(self._idle.of(*HostState))
         return num_pinned >= max(2, 2 / 3 * self.slots.count)
 
     def find(self, chunk) -> Entry | None:
@@ -117,27 +153,30 @@ class HostCache:
             victim = self.farthest(HostState.CLEAN)
             if victim is None or (not urgent and self.next_use(victim.chunk) <= self.next_use(chunk)):
                 return None
-            del self.entries[victim.chunk.index]
+            self.remove(victim)
             slot = victim.memory
-        entry = self.entries[chunk.index] = Entry(chunk, slot)
+        entry = self.entries[chunk.index] = Entry(chunk, slot, self._idle)
         return entry
+
+    def remove(self, entry: Entry) -> None:
+        """The entry gives up its slot, which the caller takes or frees."""
+        self._idle.remove(entry, entry.state)
+        del self.entries[entry.chunk.index]
 
     def farthest(self, state: HostState, counts: Callable[[object], bool] = lambda chunk: True) -> Entry | None:
         """The entry with the farthest next use among unpinned entries of this state that borrow a slot. counts(chunk): a condition."""
-        found = [entry for entry in self.entries.values() if not entry.pins and entry.state is state and counts(entry.chunk)]
+        found = [entry for entry in self._idle.of(state) if counts(entry.chunk)]
         return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
 
     def to_write(self) -> Entry | None:
         """If no slot can be freed, the dirty entry with the farthest next use, for writing. None if another entry will become free anyway."""
-        passing = (HostState.READING, HostState.WRITING)
-        if self.slots.num_free or any(entry.pins or entry.state in passing for entry in self.entries.values()):
+        if self.slots.num_free or len(self._idle.of(HostState.CLEAN, HostState.DIRTY)) < len(self.entries):
             return None
         return self.farthest(HostState.DIRTY, self.has_extent)
 
     def unpin(self, entry: Entry, *, keep: bool) -> None:
         """Remove one user. Without `keep`, a clean entry without users frees the slot."""
-        entry.pins -= 1
-        assert entry.pins >= 0, entry
+        entry.unpin()
         if not keep:
             self.drop(entry)
 
@@ -145,7 +184,7 @@ class HostCache:
         """Free the slot of an entry that is clean, unpinned and not resident. Returns whether a slot was freed."""
         if entry.pins or entry.state is not HostState.CLEAN or self.entries.get(entry.chunk.index) is not entry:
             return False
-        del self.entries[entry.chunk.index]
+        self.remove(entry)
         entry.memory.release()
         return True
 

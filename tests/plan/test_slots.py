@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
-from infinity.plan.slots import MOST_READS, HostCache, HostState, Requests, StatesAhead, keeps, victims
+from infinity.plan.slots import MOST_READS, Entry, HostCache, HostState, Requests, StatesAhead, keeps, victims
 
 
 class Pool:
@@ -51,7 +51,7 @@ def test_an_urgent_request_evicts_only_clean_unpinned_copies():
     made = claimed(cache(1), 1)
     assert made.claim(CHUNKS[4], urgent=True) is not None
     assert made.claim(CHUNKS[0], urgent=True) is None, "chunk 4 is being read"
-    for change in (lambda entry: setattr(entry, "pins", 1), lambda entry: entry.become(HostState.DIRTY)):
+    for change in (Entry.pin, lambda entry: entry.become(HostState.DIRTY)):
         made = claimed(cache(1), 1)
         change(made.find(CHUNKS[1]))
         assert made.claim(CHUNKS[0], urgent=True) is None
@@ -71,7 +71,7 @@ def test_a_dirty_copy_is_written_only_if_no_slot_will_be_free():
     assert made.to_write() is None, "chunk 2 will soon be clean"
     made.find(CHUNKS[2]).become(HostState.CLEAN)
     assert made.to_write().chunk is CHUNKS[1]
-    made.find(CHUNKS[2]).pins = 1
+    made.find(CHUNKS[2]).pin()
     assert made.to_write() is None, "a pinned copy will free a slot"
 
 
@@ -91,7 +91,7 @@ def test_without_keep_an_unpinned_copy_releases_its_slot():
     made = claimed(cache(2), 1, 2)
     for index, keep in ((1, True), (2, False)):
         entry = made.find(CHUNKS[index])
-        entry.pins = 1
+        entry.pin()
         made.unpin(entry, keep=keep)
     assert set(made.entries) == {1} and made.slots.num_free == 1
 

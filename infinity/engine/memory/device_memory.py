@@ -139,7 +139,7 @@ class DeviceBudget:
             self.in_turn = may_be and bool(sums or self.in_turn) and self.sizes.hold_weights_and_gradients()
             sums = () if self.in_turn else sums
             self._by_layer = bool(sums)
-        budget = self.sizes.budget_nbytes(sums)
+        budget = self.sizes.budget_nbytes(sums if self.updater.deferred else ())
         before = self._division
         visiting, staying = self._visitors(budget)
         self._leave(budget, visiting, staying)
@@ -192,7 +192,9 @@ class DeviceBudget:
         return True
 
     def _visitors(self, budget: int) -> SpansOnDevice:
-        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer)
+        # Updates that run in backward free a sum before the next one comes. Only visitors, which step() updates, keep theirs until then.
+        with_gradients = not (self._by_layer and self.updater.deferred)
+        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer, with_gradients=with_gradients)
 
     @property
     def _division(self) -> tuple:

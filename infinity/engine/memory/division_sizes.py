@@ -45,8 +45,9 @@ class DivisionSizes:
             budget = max(min(budget, with_window), bound)
         return int(self.ranks.least([max(budget, least)])[0])
 
-    def on_device(self, budget: int, *, holds_records: bool, by_layer: bool) -> SpansOnDevice:
-        """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there."""
+    def on_device(self, budget: int, *, holds_records: bool, by_layer: bool, with_gradients: bool) -> SpansOnDevice:
+        """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there.
+        with_gradients: the budget has no other room for gradients of these records."""
         return planner.share_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -55,7 +56,7 @@ class DivisionSizes:
             window_nbytes=self.placement.window_nbytes,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
             may_stay=() if by_layer else self.stayable,
-            with_gradients=not by_layer,
+            with_gradients=with_gradients,
         )
 
     def keeps_frozen(self, budget: int, found: SpansOnDevice) -> bool:
@@ -65,7 +66,7 @@ class DivisionSizes:
 
     def hold_weights_and_gradients(self) -> bool:
         """Whether the device can hold all weights and gradients of an ordinary step, and no states are on NVMe. Equal on all ranks."""
-        found = self.on_device(self.budget_nbytes(), holds_records=True, by_layer=False)
+        found = self.on_device(self.budget_nbytes(), holds_records=True, by_layer=False, with_gradients=True)
         spans = {span for both in found for span, _ in both}
         needed = {self.registry.chunks[index].span.index for index in self.stayable}
         return self.placement.window_nbytes is None and bool(needed) and needed <= spans
