@@ -57,6 +57,7 @@ from infinity.plan.host_memory import Guests, Shared, exact, share_out
 from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
+from infinity.plan.schedule import updates_visitors_early
 from infinity.plan.tiers import DEVICE, HOST, Tier, in_storage
 from infinity.sizes import format_bytes, round_up
 
@@ -270,7 +271,9 @@ def _guests_by_turns(
     """Waiting gradients without a place in host memory stay on the device. They are found by turns, because more staying gradients mean
     fewer visiting records. Also returns the division of host memory.
     """
-    layout, options = first.layout, {"room_nbytes": room_nbytes, "window_nbytes": window_nbytes}
+    layout = first.layout
+    keeps_gradients = not updates_visitors_early(deferred=needs.deferred, is_shared=layout.partition.is_shared)
+    options = {"room_nbytes": room_nbytes, "window_nbytes": window_nbytes, "with_gradients": keeps_gradients}
     at_home = (HOST,) * len(first.records)
     may_stay = frozenset(range(len(first.records))) if needs.accumulates else frozenset()
     for _ in range(GUEST_ROUNDS):

@@ -92,13 +92,20 @@ class Moment(enum.Enum):
 
 
 def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
-    """The moment of a chunk's update. on_device: the record is on the device. in_memory: neither the weights nor the gradient need a slot. If
+    """The moment of a chunk's update. on_device: the record is on the device, and step() updates such records. in_memory: neither the weights nor the gradient need a slot. If
     states do, the drives begin in step(), and read them in the order of the next step's ops. deferred: updates follow step(), see
     `Config.update`. Other weights and gradients get their slots one after the other, when ops need them.
     """
     if on_device or (deferred and in_memory):
         return Moment.STEP
     return Moment.FETCH if deferred else Moment.GRADIENT
+
+
+def updates_visitors_early(*, deferred: bool, is_shared: bool) -> bool:
+    """Whether records that visit the device are updated as soon as their gradients are complete, so that no gradient waits there for step().
+    deferred: see `moment`. is_shared: several ranks share each chunk. They gather the weights after an update, so step() updates all of them.
+    """
+    return not (deferred or is_shared)
 
 
 def may_pass(*, gradient_stays: bool, there: Iterable[bool]) -> bool:

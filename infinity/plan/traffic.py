@@ -113,6 +113,7 @@ def _guests(
     room_nbytes = step.device_nbytes - placement.gradient_limit_nbytes
     if not step.may_visit:
         return {}, {}
+    is_early = schedule.updates_visitors_early(deferred=step.deferred, is_shared=layout.partition.is_shared)
     found = share_device(
         layout,
         records,
@@ -120,6 +121,7 @@ def _guests(
         room_nbytes=room_nbytes,
         window_nbytes=placement.window_nbytes,
         may_stay=range(len(records)) if step.num_passes > 1 else placement.may_stay,
+        with_gradients=step.num_passes > 1 or not is_early,
     )
     visiting, staying = map(dict, found)
     if keeps_frozen(layout, found, room_nbytes=room_nbytes):

@@ -277,7 +277,7 @@ class Gradients:
         piece = chunk.whole_pieces[state.index]
         stream = torch.cuda.current_stream(self.device) if self.cuda else None
         if chunk.gradient.device_shard is None:
-            self.memory.make(chunk)
+            self.memory.make_for_arrival(chunk)
             if self.cuda:
                 stream.wait_stream(self.adder.stream)
         if (last := self._last_stream(chunk)) not in (None, stream):

@@ -34,7 +34,7 @@ import torch
 
 from infinity.optim.shard import Shard
 from infinity.plan.record import GRADIENTS, STATES, WEIGHTS
-from infinity.plan.schedule import Moment, may_pass, may_take_two_jobs, moment
+from infinity.plan.schedule import Moment, may_pass, may_take_two_jobs, moment, updates_visitors_early
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.tiers.arithmetic import Computed, Hyper, Processor, rehearse, update
@@ -72,6 +72,7 @@ class Updater:
         self.course = course
         self.events = events
         self.deferred = deferred
+        self.visitors_are_early = updates_visitors_early(deferred=deferred, is_shared=gradients.ranks.are_several)
         self.moments_follow = moments_follow
         device = gradients.device
         self.processor = Processor(threads, UnitUpdates(device))
@@ -95,7 +96,8 @@ class Updater:
         """When the chunk is updated."""
         gradient_waits = chunk.extents[GRADIENTS] is None or (chunk.gradient.stays and not chunk.gradient.is_offloaded)
         in_memory = not chunk.weights_home.is_storage and gradient_waits
-        return moment(deferred=self.deferred, on_device=chunk.on_device, in_memory=in_memory)
+        by_step = chunk.on_device and not (chunk.is_visitor and self.visitors_are_early)
+        return moment(deferred=self.deferred, on_device=by_step, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
         """A backward pass begins. comes: the pass updates the chunk."""
@@ -127,7 +129,8 @@ class Updater:
     def begin(self, chunk: ChunkState, hyper: Hyper, *, early: bool = False) -> None:
         """Update a chunk once its record and its gradient are in host memory. No op holds the device copy. early: before step()."""
         self._begin(chunk, hyper, early)
-        self.course.note_update()  # after the requests: from here on, this record has the farthest next use
+        if not chunk.on_device:
+            self.course.note_update()  # after the requests: from here on, this record has the farthest next use
 
     def begin_announced(self, chunk: ChunkState) -> None:
         """Begin the announced update of a chunk. The update belongs to the previous step."""

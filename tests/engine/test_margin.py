@@ -40,6 +40,7 @@ def budgets(make, directory, **config):
             [chunk.record for chunk in engine.registry.chunks],
             engine.placement.homes[STATES],
             room_nbytes=1 << 40,
+            with_gradients=not engine.updater.visitors_are_early or engine.gradients.adder.accumulate,
             snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
         )
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]

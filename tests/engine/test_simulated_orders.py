@@ -14,6 +14,7 @@ from infinity.plan.record import GRADIENTS
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = {"chunk_mib": 1 / 512, "host_memory": "128KiB", "device_memory": "128KiB"}
+VISITORS = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "device_memory": "400KiB"}
 TRAININGS = {
     "backward": {},
     "deferred": {"update": "deferred"},
@@ -25,6 +26,8 @@ TRAININGS = {
     "8 bits": {"dtype": "bf16", "optimizer_state_dtype": "8bit"},
     "coded": {"dtype": "bf16", "compression": "on", "host_memory": "64MiB"},
     "activations on NVMe": {"activation_tier": "nvme", "host_memory": "512KiB"},
+    "visitors": VISITORS,
+    "visitors, by layer": VISITORS | {"by_layer": True, "options": {"accumulation_steps": 3}},
     "by layer": {"by_layer": True, "options": {"accumulation_steps": 3}},
     "by layer, clipped": {"by_layer": True, "options": {"accumulation_steps": 3, "max_grad_norm": 0.1}},
 }

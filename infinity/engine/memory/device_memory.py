@@ -10,7 +10,8 @@ come from the training thread, on all ranks at the same points.
 # subtracts its own bytes. After the step, the engine takes the memory that the ops leave free.
 # The plan keeps weights in this memory. If there is more room, records visit the device, beginning with the first spans. No other work could
 # hide the update of these records: their gradients come last, and their weights are needed first. The device updates them. Each visiting
-# record keeps a place at home, in host memory or on NVMe, and returns there when inputs grow.
+# record keeps a place at home, in host memory or on NVMe, and returns there when inputs grow. On one rank, if updates run in backward, the
+# device updates a visitor as soon as its gradient is complete. The gradient then needs no memory until step(), and more records can visit.
 # Frozen weights never change. They stay from step to step if the device can hold all weights beside these records and gradients. Otherwise a
 # step fetches them again. (8.2 B parameters, adapters over an nf4 base on an H200: with fetches, a forward pass waited 40 ms for them.)
 # Gradients that wait for step() come before records, if they have no place in host memory or several passes add to them. They stay until
@@ -139,13 +140,13 @@ class DeviceBudget:
             self.in_turn = may_be and bool(sums or self.in_turn) and self.sizes.hold_weights_and_gradients()
             sums = () if self.in_turn else sums
             self._by_layer = bool(sums)
-        budget = self.sizes.budget_nbytes(sums if self.updater.deferred else ())
+        budget = self.sizes.budget_nbytes(sums, wait=self.updater.deferred)
         before = self._division
         visiting, staying = self._visitors(budget)
         self._leave(budget, visiting, staying)
         for index, nbytes in visiting[len(self.promoted) :]:
             self.staying.pop(index, None)
-            self.kept.promote(self.registry.spans[index], nbytes, by_layer=self._by_layer)
+            self.kept.promote(self.registry.spans[index], nbytes, keeps_gradient=self._keeps_gradients)
             self._divide()
         self._stay(staying)
         if self.holds_records and not self.kept.frozen and self.sizes.keeps_frozen(budget, (visiting, staying)):
@@ -192,9 +193,15 @@ class DeviceBudget:
         return True
 
     def _visitors(self, budget: int) -> SpansOnDevice:
-        # Updates that run in backward free a sum before the next one comes. Only visitors, which step() updates, keep theirs until then.
-        with_gradients = not (self._by_layer and self.updater.deferred)
-        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer, with_gradients=with_gradients)
+        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer, with_gradients=self._keeps_gradients)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients of visitors have memory of their own from step to step. They need none if a backward pass updates the visitors. Nor
+        if all sums of a layer-wise step wait for step(), because these take the place of activations."""
+        if self.updater.visitors_are_early:
+            return not self._by_layer and self.gradients.adder.accumulate
+        return not (self._by_layer and self.updater.deferred)
 
     @property
     def _division(self) -> tuple:
@@ -279,7 +286,8 @@ class DeviceBudget:
         while len(self.promoted) > len(visiting):
             self._demote()
         self.promoted[:] = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        for chunk in self.kept.promoted_chunks if self._by_layer else ():
+        self.gradients.memory.keep_for_visitors(self._keeps_gradients)
+        for chunk in self.kept.promoted_chunks if not self._keeps_gradients else ():
             self.gradients.memory.free_idle(chunk)
         chosen = {index for index, _ in (*visiting, *staying)}
         self._send_gradients([span for span in self.staying if span not in chosen])

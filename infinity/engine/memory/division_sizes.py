@@ -29,14 +29,14 @@ class DivisionSizes:
         self.movable = not all(home.is_device for home in placement.homes[STATES])
         self.beside_nbytes = 0
 
-    def budget_nbytes(self, sums: Iterable[ChunkState] = ()) -> int:
-        """Device bytes for the engine without sums that wait for step(), equal on all ranks. sums: chunks of a layer-wise step, in order."""
+    def budget_nbytes(self, sums: Iterable[ChunkState] = (), *, wait: bool = True) -> int:
+        """Device bytes for the engine without sums of a layer-wise step, equal on all ranks. sums: their chunks, in order. wait: for step()."""
         if not self.movable:
             return self.placement.device_nbytes
         budget, least, meter = self.placement.device_nbytes, self.placement.least_nbytes, self.meter
         if meter.gauge is not None:
             budget = int(meter.room(meter.activation_nbytes))
-        self.beside_nbytes, total = self.sums.needed_nbytes(sums, meter.activation_nbytes)
+        self.beside_nbytes, total = self.sums.needed_nbytes(sums, meter.activation_nbytes, wait=wait)
         if total:  # a sum may leave, weights always come
             with_window = least + (planner.WINDOW_OPS - 1) * (least - self.placement.fixed_nbytes)
             bound = budget - self.beside_nbytes

@@ -32,8 +32,9 @@ class KeptSpans:
     def promoted_chunks(self) -> list[ChunkState]:
         return [chunk for span, _ in self.promoted for chunk in self.registry.chunks_in(span)]
 
-    def promote(self, span: SpanState, nbytes: int, *, by_layer: bool) -> None:
-        """Bring a span's records, and gradients that wait for step(), to the device, until `demote`."""
+    def promote(self, span: SpanState, nbytes: int, *, keeps_gradient: bool) -> None:
+        """Bring a span's records, and gradients that wait for step(), to the device, until `demote`. keeps_gradient: the
+        memory of gradients stays from step to step."""
         chunks = self.registry.chunks_in(span)
         for chunk in chunks:
             self.updater.finish(chunk)
@@ -42,7 +43,7 @@ class KeptSpans:
                 self.gradients.wait_for(chunk)
         if offloaded := [chunk for chunk in chunks if chunk.gradient.is_offloaded]:
             self.gradients.stay_on_device(offloaded)
-            for chunk in offloaded if by_layer else ():
+            for chunk in offloaded if not keeps_gradient else ():
                 self.gradients.memory.set_for_step(chunk.gradient.device_shard, True)
         self.weights.acquire_aside([span])
         self.values.keep_written(span)

@@ -16,6 +16,7 @@ device, or how sums move.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 
 from infinity.engine.memory.op_forecast import OpForecast
@@ -35,6 +36,7 @@ class SumMemory:
         self.coming: dict[ChunkState, int] = {}  # chunks whose sums came in this step, in order -> number of measured ops before
         self._without_host_place = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
         self._op_nbytes: list[int] = []  # of the measured step, in order
+        self._segment_nbytes = 0  # most bytes of the sums of one segment
         self._later_nbytes: dict[ChunkState, int] = {}  # most bytes of any op after the chunk's sum came
         self._peak_with_sums_nbytes: dict[ChunkState, int] = {}  # most bytes of later ops and later sums without a host place, at any time
 
@@ -45,9 +47,10 @@ class SumMemory:
 
     def note_sums(self, chunks: Iterable[ChunkState]) -> None:
         """Sums of these chunks come next, some of them perhaps not for the first time."""
-        for chunk in chunks:
-            if chunk.trainable:
-                self.coming.setdefault(chunk, len(self._op_nbytes))
+        trainable = [chunk for chunk in chunks if chunk.trainable]
+        self._segment_nbytes = max(self._segment_nbytes, sum(map(self.nbytes_of, trainable)))
+        for chunk in trainable:
+            self.coming.setdefault(chunk, len(self._op_nbytes))
 
     def end_step(self, *, is_measured: bool) -> list[ChunkState]:
         """End a step. Returns the chunks of its sums, in order."""
@@ -93,10 +96,12 @@ class SumMemory:
         later = set(self._without_host_place).difference(self.coming, chunks)
         return most + sum(map(self.nbytes_of, later))
 
-    def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int) -> tuple[int, int]:
-        """(bytes that these sums, in order, need beside the largest activations, bytes of all sums together)."""
-        most = waiting = 0
+    def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int, *, wait: bool = True) -> tuple[int, int]:
+        """(bytes that these sums, in order, need beside the largest activations, bytes of all sums that are there together). wait: for step().
+        Otherwise the sums of two segments are there: those of a segment may still be updated when the next segment goes backward.
+        """
+        most, waiting, limit = 0, 0, math.inf if wait else 2 * self._segment_nbytes
         for chunk in sums:
-            waiting += self.nbytes_of(chunk)
+            waiting = min(waiting + self.nbytes_of(chunk), limit)
             most = max(most, self._later_nbytes.get(chunk, activation_nbytes) + waiting)
         return max(0, most - activation_nbytes), waiting

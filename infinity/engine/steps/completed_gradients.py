@@ -38,12 +38,12 @@ class CompletedGradients:
     def for_plan(self, num_backwards: int) -> tuple[Positions, Positions]:
         """Returns two lists of (position, chunk), in order of position.
 
-        The first list has the gradients that were complete on every rank, the second one those of them whose update begins at once.
-        num_backwards: number of passes of a step.
+        The first list has the gradients that were complete on every rank, the second one those of them whose update begins at once, off the
+        device. num_backwards: number of passes of a step.
         """
         found, chunks = self._on_all(num_backwards) if self.ranks.are_several else self._found, self.registry.chunks
-        early = [(p, c) for b, p, c in found if b == num_backwards - 1 and self.updater.moment(chunks[c]) is Moment.GRADIENT]
-        return [(p, c) for _, p, c in found], early
+        last = [(p, c) for b, p, c in found if b == num_backwards - 1 and not chunks[c].on_device]
+        return [(p, c) for _, p, c in found], [(p, c) for p, c in last if self.updater.moment(chunks[c]) is Moment.GRADIENT]
 
     def _on_all(self, num_backwards: int) -> list[tuple[int, int, int]]:
         """On several ranks, a gradient counts as complete only after the last use of the span in the pass.

@@ -31,6 +31,7 @@ from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
 from infinity.plan.record import GRADIENTS, STATES, Record
+from infinity.plan.schedule import updates_visitors_early
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier, leaves_device
 from infinity.sizes import format_bytes
 from infinity.tools.predict.machine import Machine
@@ -226,8 +227,15 @@ def arrangement(
         placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
         if records_may_visit(config, layout):
             room = placement.device_nbytes - placement.gradient_limit_nbytes
+            is_early = updates_visitors_early(deferred=_is_deferred(config), is_shared=layout.partition.is_shared)
             visiting, staying = planner.share_device(
-                layout, records, homes, room_nbytes=room, window_nbytes=placement.window_nbytes, may_stay=placement.may_stay
+                layout,
+                records,
+                homes,
+                room_nbytes=room,
+                window_nbytes=placement.window_nbytes,
+                may_stay=placement.may_stay,
+                with_gradients=not is_early,
             )
             if planner.keeps_frozen(layout, (visiting, staying), room_nbytes=room):
                 visiting += [(span.index, 0) for span in layout.spans if not span.trainable]
