@@ -46,6 +46,7 @@ Pure arithmetic over sizes and budgets: the device's here, the host's in host_me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import deque
@@ -142,9 +143,7 @@ def place(
         shared = Shared(homes, on_nvme=sizes, slots=dict.fromkeys(KINDS, 0))
     else:
         taken = gradient_limit + candidate.snapshot_nbytes if may_visit else None
-        needs, guests, shared = _guests_and_needs(first or candidate, needs, budgets, taken)
-        if first is not None:
-            shared = share_out(candidate, needs, budgets, (), guests)
+        needs, guests, shared = _guests_and_needs(candidate, first or candidate, needs, budgets, taken)
         if may_choose and budgets.nvme_nbytes is not None:
             room = budgets.device_nbytes - needed - candidate.snapshot_nbytes
             shared, crowded_out = _crowd_out(candidate, needs, budgets, guests, shared, room_nbytes=room, least=least_crowded_out)
@@ -231,17 +230,18 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
     )
 
 
-def _guests_and_needs(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Needs, Guests, Shared]:
-    """The needs, the chunks with room on the device, and the division of host memory on the first rank. Gradients pass if NVMe is too small
-    for them: [Note: gradients that pass]. taken_nbytes: as of `_guests`. The result is the same on all ranks."""
+def _guests_and_needs(
+    candidate: Candidate, first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None
+) -> tuple[Needs, Guests, Shared]:
+    """The needs and the chunks with room on the device, the same on all ranks, and the division of the candidate's host memory. Gradients pass if
+    NVMe is too small for them: [Note: gradients that pass]. taken_nbytes: as of `_guests`."""
     guests, shared = _guests(first, needs, budgets, taken_nbytes)
-    if needs.deferred or budgets.nvme_nbytes is None or shared.nvme_nbytes <= budgets.nvme_nbytes:
-        return needs, guests, shared
-    passing = dataclasses.replace(needs, gradients_pass=True)
-    try:
-        return passing, *_guests(first, passing, budgets, taken_nbytes)
-    except BudgetError:  # host memory is too small for the slots
-        return needs, guests, shared
+    if not needs.deferred and budgets.nvme_nbytes is not None and shared.nvme_nbytes > budgets.nvme_nbytes:
+        passing = dataclasses.replace(needs, gradients_pass=True)
+        with contextlib.suppress(BudgetError):  # host memory is too small for the slots
+            guests, shared = _guests(first, passing, budgets, taken_nbytes)
+            needs = passing
+    return needs, guests, shared if candidate is first else share_out(candidate, needs, budgets, (), guests)
 
 
 def _guests(first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None) -> tuple[Guests, Shared]:

@@ -153,15 +153,18 @@ class HostCache:
             victim = self.farthest(HostState.CLEAN)
             if victim is None or (not urgent and self.next_use(victim.chunk) <= self.next_use(chunk)):
                 return None
-            self.remove(victim)
+            self.remove(victim.chunk)
             slot = victim.memory
         entry = self.entries[chunk.index] = Entry(chunk, slot, self._idle)
         return entry
 
-    def remove(self, entry: Entry) -> None:
-        """The entry gives up its slot, which the caller takes or frees."""
-        self._idle.remove(entry, entry.state)
-        del self.entries[entry.chunk.index]
+    def remove(self, chunk) -> Entry | None:
+        """The chunk's entry, which gives up its slot. The caller takes or frees the slot. None if the chunk has no slot."""
+        entry = self.entries.get(chunk.index)
+        if entry is not None:
+            self._idle.remove(entry, entry.state)
+            del self.entries[chunk.index]
+        return entry
 
     def farthest(self, state: HostState, counts: Callable[[object], bool] = lambda chunk: True) -> Entry | None:
         """The entry with the farthest next use among unpinned entries of this state that borrow a slot. counts(chunk): a condition."""
@@ -184,7 +187,7 @@ class HostCache:
         """Free the slot of an entry that is clean, unpinned and not resident. Returns whether a slot was freed."""
         if entry.pins or entry.state is not HostState.CLEAN or self.entries.get(entry.chunk.index) is not entry:
             return False
-        self.remove(entry)
+        self.remove(entry.chunk)
         entry.memory.release()
         return True
 

@@ -409,9 +409,7 @@ class RecordMover:
 
     def _forget_read(self, cache: HostCache, chunk: ChunkState, error: BaseException) -> None:
         """A read could not begin: leave no entry."""
-        entry = cache.entries.get(chunk.index)
-        if entry is not None:
-            cache.remove(entry)
+        entry = cache.remove(chunk)
         if entry is not None and isinstance(error, Exception):
             entry.memory.release()  # after an interrupt, an unknown read may still fill the slot: the slot stays lost
 

@@ -63,7 +63,7 @@ def test_visitors_have_the_bits_of_records_at_home(tie, dtype, device_memory, tm
 
 
 @pytest.mark.parametrize("step_of", [gpt_step, by_layer], ids=["loop", "by layer"])
-def test_visitors_of_several_micro_batches_have_the_bits_of_records_at_home(step_of, tmp_path):
+def test_visitors_of_several_micro_batches_change_no_bit(step_of, tmp_path):
     options = {"accumulation_steps": 3}
     losses, states, _ = trained(tmp_path, step_of, options=options, **AT_HOME)
     found = trained(tmp_path, step_of, options=options, device_memory="400KiB", **SMALL)

@@ -180,14 +180,14 @@ def test_serial_micro_batches_need_more_tokens_than_layer_wise_ones():
     config = Config(**NVME, device_memory="3MiB", host_memory="4MiB", residency="none", chunk_mib=0.125)
     once = predict(model, load, machine, config)
     read, written = once.simulation.nbytes["nvme_read"], once.simulation.nbytes["nvme_write"]
-    assert once.twice.nbytes["nvme_read"] > 1.2 * read and once.twice.nbytes["nvme_write"] < 1.05 * written  # weights are read twice
+    assert once.more_nbytes["nvme_read"] > 0.2 * read and once.more_nbytes["nvme_write"] < once.more_nbytes["nvme_read"]  # weights are read twice
     drive_seconds = (read + written) / 0.02e9
     assert once.hiding_tokens == pytest.approx(load.tokens * drive_seconds / once.compute_seconds, rel=0.01)
     assert once.hiding_tokens_in_turn == math.inf  # a micro-batch is shorter than the reads of its weights
     longer = dataclasses.replace(machine, device_tflops=machine.device_tflops * once.compute_seconds / drive_seconds)  # compute = drive time
     halfway = dataclasses.replace(longer, device_tflops=2 * longer.device_tflops)
     found = predict(model, load, halfway, config)
-    more = found.twice.nbytes["nvme_read"] - found.simulation.nbytes["nvme_read"]
+    more = found.more_nbytes["nvme_read"] + found.more_nbytes["nvme_write"]
     num = (read + written - more) / ((read + written) / 2 - more)
     assert found.hiding_tokens == pytest.approx(2 * load.tokens, rel=0.02)
     assert found.hiding_tokens_in_turn == pytest.approx(load.tokens * num, rel=0.05)

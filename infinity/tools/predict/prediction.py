@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -25,7 +25,7 @@ from infinity.engine.sizing import (
     records_may_visit,
 )
 from infinity.errors import BudgetError, ConfigError
-from infinity.plan import compression
+from infinity.plan import compression, traffic
 from infinity.plan import placement as planner
 from infinity.plan.memory_needs import Budgets
 from infinity.plan.packing import Layout
@@ -53,7 +53,7 @@ class Need:
 class Prediction:
     """The prediction for one rank. spans_on_device: spans with records on the device. compresses_nvme: NVMe holds coded bytes.
 
-    twice: a step with two micro-batches, one after the other; None if one micro-batch hides every transfer."""
+    more_nbytes: bytes that each further micro-batch of a step moves over each link, if micro-batches follow one after the other."""
 
     layout: Layout
     records: Sequence[Record]
@@ -63,7 +63,7 @@ class Prediction:
     simulation: Simulation
     machine: Machine
     compresses_nvme: bool
-    twice: Simulation | None = None
+    more_nbytes: Mapping[str, int]
 
     @property
     def step_seconds(self) -> float:
@@ -88,7 +88,7 @@ class Prediction:
         """Tokens per step and rank at which compute takes as long as the longest link.
 
         This holds for one micro-batch, and for several accumulated by layer: their transfers do not depend on the number of tokens."""
-        longest = max(self._seconds(self.simulation).values())
+        longest = max(self._seconds(self.simulation.nbytes).values())
         return self.workload.tokens * longest / self.compute_seconds if self.compute_seconds else 0.0
 
     @property
@@ -97,19 +97,20 @@ class Prediction:
 
         Infinite if a link needs more time for this than compute for a micro-batch."""
         found, compute = self.hiding_tokens, self.compute_seconds
-        twice = self._seconds(self.twice) if self.twice is not None else {}
-        for link, seconds in self._seconds(self.simulation).items() if twice else ():
-            more = max(0.0, twice[link] - seconds)
+        more_seconds = self._seconds(self.more_nbytes)
+        for link, seconds in self._seconds(self.simulation.nbytes).items():
+            more = more_seconds[link]
             if seconds > compute:
                 found = max(found, self.workload.tokens * (seconds - more) / (compute - more) if compute > more else math.inf)
         return found
 
-    def _seconds(self, simulation: Simulation) -> dict[str, float]:
-        """Seconds of each link for the bytes of a step. The drives count by reads, by writes, and by both."""
-        seconds = {link: busy for link, busy in simulation.busy_seconds.items() if link not in ("compute", "nvme_read", "nvme_write")}
-        read, written = (simulation.nbytes[link] * self.machine.devices / 1e9 for link in ("nvme_read", "nvme_write"))
-        for what, nbytes in (("read", read), ("write", written), ("mixed", read + written)):
-            seconds[what] = nbytes / self.machine.drive_gbps(what) if nbytes else 0.0
+    def _seconds(self, nbytes: Mapping[str, float]) -> dict[str, float]:
+        """Seconds of each link for so many bytes, with latencies as in the step. The drives count by reads, by writes, and by both."""
+        busy, moved, gb = self.simulation.busy_seconds, self.simulation.nbytes, self.machine.devices / 1e9
+        seconds = {link: busy[link] * nbytes.get(link, 0) / moved[link] for link in busy if moved[link] and link not in ("nvme_read", "nvme_write")}
+        read, written = (nbytes[link] * gb for link in ("nvme_read", "nvme_write"))
+        for what, total in (("read", read), ("write", written), ("mixed", read + written)):
+            seconds[what] = total / self.machine.drive_gbps(what) if total else 0.0
         return seconds
 
 
@@ -117,21 +118,17 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
     """Raises BudgetError if a tier is too small; all tiers of the returned Prediction are large enough. Raises ConfigError if a rate of the
     machine is unknown."""
     machine.require_rates()
-    layout, records, placement, on_device = arrangement(model, workload, machine, config)
+    layout, records, placement = arrangement(model, workload, machine, config)
+    compresses_nvme = placement.compression_nbytes > 0
+    more_nbytes = _more_nbytes(layout, records, placement, config)
+    placement, on_device = _with_visitors(layout, records, placement, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     seconds = [count / (machine.device_tflops * 1e12) for count in flops]
     first = len(workload.ops)  # position where backward begins
     follow = machine.device == "cuda"
     step = Step(uses, seconds, grads, first, _is_deferred(config), config.residency == "auto", moments_follow=follow)
-    compresses_nvme = placement.compression_nbytes > 0
-
-    def played(step: Step) -> Simulation:
-        return simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
-
-    prediction = Prediction(layout, records, placement, on_device, workload, played(step), machine, compresses_nvme)
-    if prediction.hiding_tokens > workload.tokens:
-        two = dataclasses.replace(step, uses=uses * 2, seconds=seconds * 2, gradients=[()] * len(uses) + grads, backward=len(uses) + first)
-        prediction = dataclasses.replace(prediction, twice=played(two))
+    simulation = simulate(layout, records, placement, step, machine, on_device=on_device, compresses=compresses_nvme)
+    prediction = Prediction(layout, records, placement, on_device, workload, simulation, machine, compresses_nvme, more_nbytes)
     for tier, need in prediction.memory.items():
         require(tier, need)
     return prediction
@@ -183,9 +180,9 @@ def _arranged(
 
 def arrangement(
     model: nn.Module, workload: Workload, machine: Machine, config: Config
-) -> tuple[Layout, list[Record], Placement, tuple[int, ...]]:
-    """Layout, records of a rank, placement, and the spans with records on the device. Raises BudgetError, and ConfigError for activations that
-    leave the device: the simulation does not support them."""
+) -> tuple[Layout, list[Record], Placement]:
+    """Layout, records of a rank, and the placement, with the device memory that activations leave. Raises BudgetError, and ConfigError for
+    activations that leave the device: the simulation does not support them."""
     if leaves_device(config.activation_tier):
         raise ConfigError(f"activation_tier={config.activation_tier!r}: predictions support activations on the device only; leave it out")
     share = machine.devices
@@ -220,32 +217,56 @@ def arrangement(
     least = memory(placement, placement.least_nbytes, workload.saved_nbytes, machine)
     for tier in (HOST, NVME):  # the device budget is never above device memory
         require(tier, least[tier])
+    if not all(home.is_device for home in placement.homes[STATES]):  # like DeviceBudget.redivide after the first step
+        placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
+    return layout, records, placement
+
+
+def _more_nbytes(layout: Layout, records: list[Record], placement: Placement, config: Config) -> dict[str, int]:
+    """Bytes that a step of two micro-batches, one after the other, moves in addition to a step of one."""
+    may_visit = not all(home.is_device for home in placement.homes[STATES]) and records_may_visit(config, layout)
+
+    def moved(num_passes: int) -> dict[str, int]:
+        step = traffic.Step(
+            num_passes=num_passes,
+            device_nbytes=placement.device_nbytes,
+            deferred=_is_deferred(config),
+            keep=config.residency == "auto",
+            may_visit=may_visit,
+            compresses=placement.compression_nbytes > 0,
+        )
+        return traffic.step_nbytes(layout, records, placement, step)
+
+    one = moved(1)
+    return {link: max(0, nbytes - one[link]) for link, nbytes in moved(2).items()}
+
+
+def _with_visitors(layout: Layout, records: list[Record], placement: Placement, config: Config) -> tuple[Placement, tuple[int, ...]]:
+    """The placement after the first step, and the spans with records on the device."""
     homes = placement.homes[STATES]
     on_device = tuple(span.index for span in layout.spans if homes[span.chunks[0]].is_device)
     nbytes_of = [span.nbytes for span in layout.spans]
-    if not all(home.is_device for home in homes):  # like DeviceBudget.redivide after the first step
-        placement = dataclasses.replace(placement, device_nbytes=max(bound, placement.least_nbytes))
-        if records_may_visit(config, layout):
-            room = placement.device_nbytes - placement.gradient_limit_nbytes
-            is_early = updates_visitors_early(deferred=_is_deferred(config), is_shared=layout.partition.is_shared)
-            visiting, staying = planner.share_device(
-                layout,
-                records,
-                homes,
-                room_nbytes=room,
-                window_nbytes=placement.window_nbytes,
-                may_stay=placement.may_stay,
-                with_gradients=not is_early,
-            )
-            if planner.keeps_frozen(layout, (visiting, staying), room_nbytes=room):
-                visiting += [(span.index, 0) for span in layout.spans if not span.trainable]
-            on_device += tuple(span for span, _ in visiting)
-            taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
-            stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
-            gradients = tuple(HOST if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # none on NVMe
-            homes = placement.homes | {GRADIENTS: gradients}
-            placement = dataclasses.replace(placement, homes=homes, fixed_nbytes=placement.fixed_nbytes + taken)
-    return layout, records, placement, on_device
+    if not all(home.is_device for home in homes) and records_may_visit(config, layout):
+        room = placement.device_nbytes - placement.gradient_limit_nbytes
+        is_early = updates_visitors_early(deferred=_is_deferred(config), is_shared=layout.partition.is_shared)
+        visiting, staying = planner.share_device(
+            layout,
+            records,
+            homes,
+            room_nbytes=room,
+            window_nbytes=placement.window_nbytes,
+            may_stay=placement.may_stay,
+            with_gradients=not is_early,
+        )
+        if planner.keeps_frozen(layout, (visiting, staying), room_nbytes=room):
+            visiting += [(span.index, 0) for span in layout.spans if not span.trainable]
+        on_device += tuple(span for span, _ in visiting)
+        taken = sum(nbytes + (0 if placement.pinned else nbytes_of[span]) for span, nbytes in visiting) + sum(n for _, n in staying)
+        stay = placement.may_stay & {index for span, _ in staying for index in layout.spans[span].chunks}
+        gradients = tuple(HOST if index in stay else home for index, home in enumerate(placement.homes[GRADIENTS]))  # none on NVMe
+        homes = placement.homes | {GRADIENTS: gradients}
+        placement = dataclasses.replace(placement, homes=homes, fixed_nbytes=placement.fixed_nbytes + taken)
+    return placement, on_device
 
 
 def auto_device_nbytes(machine: Machine) -> int:
