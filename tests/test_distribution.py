@@ -75,6 +75,7 @@ def test_the_sources_are_the_whole_checkout(sources):
     assert made == {"PKG-INFO", "setup.cfg"}
 
 
+@pytest.mark.long
 def test_the_wheel_fits_every_python_and_has_its_metadata(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
@@ -122,7 +123,7 @@ except ModuleNotFoundError as error:
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["installed", "checkout"])
 def test_both_import_names_are_one_module(where, request, tmp_path):
     site = [request.getfixturevalue("installed")] if where == "installed" else [ROOT, ROOT / "infinity/alias"]

@@ -44,6 +44,7 @@ def test_parts_run_each_test_once_and_each_part_has_a_line(tmp_path):
     assert "/2 |" not in record.read_text() and "| 1/1 |" in record.read_text()
 
 
+@pytest.mark.long
 def test_few_cases_cover_all_values_and_the_other_cases_are_long(tmp_path):
     (tmp_path / "test_tiny.py").write_text(
         "import pytest\n\n@pytest.mark.few(3)\n@pytest.mark.parametrize('a', 'xyz')\n@pytest.mark.parametrize('b', 'uvw')\n"
@@ -55,6 +56,7 @@ def test_few_cases_cover_all_values_and_the_other_cases_are_long(tmp_path):
     assert len(rest) == 6 and not {*short} & {*rest}
 
 
+@pytest.mark.long
 def test_a_wrong_part_is_refused(tmp_path):
     done = run(tmp_path, "--part", "4/3")
     assert done.returncode == 4 and "expected K/N with K from 1 to N" in done.stderr

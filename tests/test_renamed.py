@@ -96,7 +96,7 @@ def test_the_old_command_is_accepted_with_a_warning(capsys):
     assert "missing does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words, warning",
     [

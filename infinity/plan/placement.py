@@ -216,7 +216,7 @@ def _require_room(candidate: Candidate, budgets: Budgets, shared: Shared, needed
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
     """Bytes of all records on the device, weights excluded."""
     pairs = zip(candidate.layout.chunks, candidate.records)
-    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
+    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) + _gradient_on_device(chunk) for chunk, record in pairs)
 
 
 def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
@@ -302,7 +302,8 @@ def _crowd_out(
     shared: the division without this. Returns the new division, and the spans with their bytes on the device.
     """
     layout, crowded_out = candidate.layout, []
-    states = _states_on_device(layout, candidate.records)
+    is_early = updates_visitors_early(deferred=needs.deferred, is_shared=layout.partition.is_shared)
+    states = _states_on_device(layout, candidate.records, with_gradients=not is_early)
     left = deque((span.index, span.nbytes + nbytes) for span, nbytes in states)
     while (lacking := shared.nvme_nbytes - budgets.nvme_nbytes) > 0 or len(crowded_out) < least:
         while left and left[0][1] <= room_nbytes and (lacking > 0 or len(crowded_out) < least):
@@ -383,13 +384,12 @@ def _divide(
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """As `share_device`, with room for records, gradients, and the weights that `weights_of` counts for a record's span."""
     states = []
-    for span, nbytes in _states_on_device(layout, records):
+    for span, nbytes in _states_on_device(layout, records, with_gradients=with_gradients):
         nbytes += span.nbytes if span.index in snapshots else 0
         if homes[span.chunks[0]].is_device:
             room_nbytes -= nbytes + weights_of(span.index)
         else:
-            gradients_nbytes = 0 if with_gradients else sum(_gradient_on_device(layout.chunks[index]) for index in span.chunks)
-            states.append((span.index, nbytes - gradients_nbytes))
+            states.append((span.index, nbytes))
     staying = {}
     for span in layout.spans:
         chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
@@ -410,20 +410,21 @@ def _divide(
     return visiting, list(staying.items())
 
 
-def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
+def _states_on_device(layout: Layout, records: Sequence[Record], *, with_gradients: bool) -> Iterator[tuple[Span, int]]:
     """Each trainable span that is not coded, with the bytes of its records on the device, weights excluded. The same on all ranks."""
     for span in layout.spans:
         if span.trainable and not span.format.is_coded:
-            yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
+            pairs = [(layout.chunks[index], records[index]) for index in span.chunks]
+            gradients = sum(_gradient_on_device(chunk) for chunk, _ in pairs) if with_gradients else 0
+            yield span, gradients + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
 
 
 def _largest_on_device(chunk: Chunk, record: Record) -> int:
-    """Bytes of states and gradient of the largest shard: all ranks decide alike about the device."""
+    """Bytes of states of the largest shard: all ranks decide alike about the device."""
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
-    states = sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
-    return states + _gradient_on_device(chunk)
+    return sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
 
 
 def _gradient_on_device(chunk: Chunk) -> int:

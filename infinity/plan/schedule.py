@@ -102,8 +102,8 @@ def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
 
 
 def updates_visitors_early(*, deferred: bool, is_shared: bool) -> bool:
-    """Whether records that visit the device are updated as soon as their gradients are complete, so that no gradient waits there for step().
-    deferred: see `moment`. is_shared: several ranks share each chunk. They gather the weights after an update, so step() updates all of them.
+    """Whether records on the device are updated as soon as their gradients are complete, so that no gradient waits there for step(). Some records
+    have their home elsewhere. deferred: see `moment`. is_shared: several ranks share each chunk. They gather the weights after an update, so step() updates all of them.
     """
     return not (deferred or is_shared)
 

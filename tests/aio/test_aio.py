@@ -302,6 +302,7 @@ def without_libaio(monkeypatch, folder):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
 
 
+@pytest.mark.long
 def test_without_libaio_only_transfers_fail_and_name_the_package(tmp_path, monkeypatch):
     without_libaio(monkeypatch, tmp_path / "libraries")
     source = """

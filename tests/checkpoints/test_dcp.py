@@ -465,6 +465,7 @@ def assert_same_arrays(got, expected):
     assert_same(got, expected)
 
 
+@pytest.mark.long
 def test_engines_of_one_and_two_ranks_load_a_checkpoint_of_fsdp2(tmp_path, worlds):
     expected = worlds(2).run(fsdp_saves, tmp_path / "saved")[0]
     there = net(seed=1, scalar=False)

@@ -110,6 +110,7 @@ def undisturbed(say, folder):
     runs_the_page(say, folder, lambda number, name, call: call())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kills", [3, pytest.param(None, marks=pytest.mark.long)], ids=["some", "all"])
 def test_the_documented_program_restarts_after_a_kill_in_its_first_saves(nursery, tmp_path, num_kills):  # noqa: F811
     ((first, num_calls),), _ = nursery.start(undisturbed, tmp_path / "reference").end()

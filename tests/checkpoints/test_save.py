@@ -869,6 +869,7 @@ def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, 
         assert [rank[2] for rank in got] == [rank[2] for rank in saved]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("places", [RANKS_NVME, pytest.param(RANKS_HOST, marks=LONG), pytest.param(RANKS_DEVICE, marks=LONG)], ids=str)
 def test_ranks_train_on_while_the_checkpoint_is_written(worlds, places, size, tmp_path):  # noqa: F811
@@ -1868,6 +1869,7 @@ def test_a_relative_path_is_resolved_at_the_call(tmp_path, monkeypatch):
         assert infinity.load(tmp_path / "checkpoint", model, optimizer).step == 0
 
 
+@pytest.mark.long
 def test_a_program_that_ends_finishes_its_checkpoint(tmp_path):
     source = """
         import os, sys, torch, infinity

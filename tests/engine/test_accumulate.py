@@ -327,6 +327,7 @@ def test_every_number_of_micro_batches_has_the_same_plan(make, tmp_path):
         assert engine.stats()["num_prefetch_misses"] == late
 
 
+@pytest.mark.long
 def test_the_number_of_micro_batches_and_the_kind_of_step_may_change(tmp_path):
     order = [(True, 2), (True, 5), (False, 3), (True, 3), (False, 3), (True, 1)]
     found = []
@@ -352,7 +353,7 @@ def test_the_number_of_micro_batches_and_the_kind_of_step_may_change(tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_the_least_memory_is_enough(make, update, tmp_path):
@@ -641,7 +642,7 @@ def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
         yield losses
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("place", ["device", "auto"])
 def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_path, monkeypatch, capfd):
@@ -667,7 +668,7 @@ def test_micro_batches_without_room_run_one_after_the_other(place, update, tmp_p
     assert said.count("Config(activation_tier='host')") == 2 and said.count("rounds of 2") == said.count("one after the other") == 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [
@@ -1429,7 +1430,7 @@ class Turning(Chain):
         return self.last(x)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("between, match, most", [(False, "reaches EmbeddingBackward0", 3), (True, "reaches AddBackward0", 6)])
 def test_a_model_that_cannot_be_cut_runs_as_in_the_ordinary_loop(between, match, most, tmp_path, capfd):
     assert_runs_as_one(tmp_path, capfd, match, whole=between, most=most, make=lambda: Turning(between))
@@ -1528,6 +1529,7 @@ class Drawing(Boxed):
         return [nn.Sequential(first, self.begin), *rest]
 
 
+@pytest.mark.long
 def test_a_step_that_begins_anew_finds_the_first_buffers_and_batches(tmp_path, capfd):
     def loss(model, batch):
         if isinstance(batch, list):
@@ -1779,6 +1781,7 @@ def test_a_traced_step_has_the_bits_of_the_ordinary_loop(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, trace=True, **NVME)
 
 
+@pytest.mark.long
 def test_a_reference_model_may_run_inside_the_loss(tmp_path):
     """The program changes an attribute for the reference pass only, in the way in which programs turn adapters off."""
 
@@ -1823,7 +1826,7 @@ def test_on_a_gpu_rounds_have_the_bits_of_the_ordinary_loop(dtype, update, num_i
         assert away(engine) and engine.cycle.layerwise_limits.most == 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n, num_turns", [(2, 1), (5, 1), (5, 3)])
 @pytest.mark.parametrize("make, dtype", [(Chain, "bf16"), (Odd, "fp32")])
 def test_gradients_leave_the_device_once_per_round(make, dtype, n, num_turns, nothing_waits, tmp_path):

@@ -145,7 +145,7 @@ def expected_error(way, moment):
     return MOMENTS[moment]
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_weight_changes_as_in_plain_pytorch_or_is_refused_in_each_tier(way, moment, tmp_path):

@@ -195,6 +195,7 @@ def test_a_compiled_function_that_calls_a_model_breaks_at_its_ops(tmp_path):
             torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), msg=name)
 
 
+@pytest.mark.long
 def test_compiled_layers_of_llama_are_one_graph_each(tmp_path):
     """Llama's layers call checkpoint() in `__call__`. layer.compile() does not compile this call, torch.compile(layer) does."""
     transformers = pytest.importorskip("transformers")

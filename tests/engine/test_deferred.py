@@ -107,6 +107,7 @@ def test_closing_with_few_slots_finishes_updates_that_have_begun(tmp_path):
         assert not closing.is_alive()
 
 
+@pytest.mark.long
 def test_gradients_are_dropped_only_after_their_squares_are_summed(tmp_path):
     """Otherwise the sum would read a gradient from NVMe that was never written."""
     make = lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])

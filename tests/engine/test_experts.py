@@ -70,7 +70,7 @@ def passes(model, step_batches, by_layer):
             (model(batch) / len(step_batches)).backward()
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("places", [NVME, {"param_tier": "host", "optimizer_state_tier": "host"}, {}], ids=["nvme", "host", "auto"])
 @pytest.mark.parametrize("clip", [None, 0.5])

@@ -126,7 +126,7 @@ def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, 
 def test_every_trait_with_some_records_on_the_device_has_the_same_bits(name, dtype, update, tmp_path):
     make = TRAITS[name]
     reference_model, reference = plain(make, dtype=dtype)
-    least, records = budgets(make, tmp_path, dtype=dtype)
+    least, records = budgets(make, tmp_path, dtype=dtype, update=update)
     with training(make, tmp_path, dtype=dtype, update=update, device_memory=least + sum(records[: len(records) // 2 + 1])) as (model, engine, optimizer):
         train_both((model, optimizer), (reference_model, reference))
         assert engine.device_budget.promoted or engine.placement.homes[STATES][0] == DEVICE
@@ -221,7 +221,7 @@ def small_drive(monkeypatch):
 CROWDED = {"host_memory": "320KiB"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"accumulation_steps": 2}], ids=["plain", "clip", "accumulate"])
 @pytest.mark.parametrize("numbers", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "bf16", "optimizer_state_dtype": "bf16"}, {"dtype": "fp16"}], ids=str)
 def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_drive, tmp_path):
@@ -259,7 +259,7 @@ class WithMoreLayers(nn.Module):
         return [self.model(x), *(other(x.to(other.weight.dtype)) for other in self.others)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
 def test_every_trait_trains_with_some_records_only_on_the_device(name, dtype, update, small_drive, tmp_path):

@@ -323,6 +323,7 @@ def trained_on_ranks(folder, path=None, load=None, steps=range(3)):
         return {name: {key: value.float() for key, value in states.items()} for name, states in states_of(engine, model).items()}
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_bits_of_one_rank_and_resume_on_one(worlds, tmp_path):  # noqa: F811
     first, second = worlds(2).run(trained_on_ranks, tmp_path, path=tmp_path / "checkpoint")
     alone = trained_on_ranks(tmp_path / "alone")

@@ -162,6 +162,7 @@ def test_calls_between_the_two_jobs_see_the_whole_update(what, tmp_path):
     assert_same_states(trained(tmp_path / "two", True), trained(tmp_path / "one", False), what)
 
 
+@pytest.mark.long
 def test_a_checkpoint_between_the_two_jobs_continues_with_the_same_bits(tmp_path):
     def resumed(name, moments_follow):
         with training(tiny_gpt, tmp_path / name, options=OPTIONS, dtype="bf16", **IN_HOST) as (model, engine, optimizer):
@@ -196,7 +197,7 @@ def test_an_error_in_a_second_job_reaches_the_program(monkeypatch, tmp_path):
         train(model, optimizer, steps=2, first=1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -215,6 +216,7 @@ def test_other_updates_take_one_job(config, advanced, tmp_path):
     assert not advanced[0]
 
 
+@pytest.mark.long
 def test_records_that_visit_the_device_and_records_at_home_train_together(advanced, tmp_path):
     def trained(name, **config):
         with training(tiny_gpt, tmp_path / name, options=OPTIONS, **config) as (model, engine, optimizer):
@@ -227,6 +229,7 @@ def test_records_that_visit_the_device_and_records_at_home_train_together(advanc
     assert_same_states(found, trained("one", **IN_HOST)[0])
 
 
+@pytest.mark.long
 def test_layer_wise_steps_have_the_same_bits(advanced, tmp_path):
     def trained(name):
         with training(Chain, tmp_path / name, options=OPTIONS | {"accumulation_steps": 3}, **IN_HOST) as (model, engine, optimizer):
@@ -312,7 +315,7 @@ def train_mixture(directory, options, choice, moments_follow):
         return states_of(engine, model)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("choice", CHOICES)
 def test_gradients_of_other_ranks_only_wait_for_moments(choice, two_ranks, tmp_path):  # noqa: F811
     """This rank has no gradient for an expert that another rank has chosen, so no arrival waits for the last update."""

@@ -83,6 +83,7 @@ def test_a_gather_of_a_resident_shard_waits_for_earlier_device_work(tmp_path, mo
     assert queued == ["event of the compute stream"] * LAYERS
 
 
+@pytest.mark.long
 def test_distances_may_be_read_while_steps_change_their_route(trained):
     """The thread that grants slots reads distances, without a lock in common with the thread that takes a route or makes a plan."""
     model, engine, optimizer = trained

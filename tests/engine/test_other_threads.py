@@ -47,6 +47,7 @@ def duration(work):
 MOMENTS = [12, pytest.param(100, marks=pytest.mark.long)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num", MOMENTS)
 def test_after_an_interrupt_inside_load_the_next_load_succeeds(tmp_path, num):
     chance, num_interrupted = random.Random(num), 0
@@ -72,7 +73,7 @@ def test_after_an_interrupt_inside_load_the_next_load_succeeds(tmp_path, num):
     assert num_interrupted >= num // 3
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("num", MOMENTS)
 def test_after_an_interrupt_inside_save_one_whole_checkpoint_exists(tmp_path, num, wait):

@@ -202,7 +202,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     "program, mode", [pytest.param(p, m, id=f"{p.__name__}-{m}") for p, modes in PROGRAMS.items() for m in modes]

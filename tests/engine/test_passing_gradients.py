@@ -172,7 +172,7 @@ def run_late(name, directory, *, retain=False, num_forwards=1, steps=2, **config
         return losses, states_of(engine, model), engine.placement, written
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", [{}, {"retain": True}, {"num_forwards": 2}], ids=["once", "retained", "two forwards"])
 @pytest.mark.parametrize("name", LATE)
 def test_gradients_that_are_complete_late_have_the_same_bits(name, how, small_drive, tmp_path):
@@ -198,7 +198,7 @@ def test_a_gradient_on_a_full_drive_is_an_error_and_no_hang(small_drive, monkeyp
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("device_kib", [96, 128, 192])
 def test_a_step_by_layer_with_little_device_memory_has_the_same_bits(device_kib, dtype, small_drive, tmp_path):

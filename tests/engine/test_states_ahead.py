@@ -103,7 +103,7 @@ def test_states_that_are_read_ahead_stay_true(what, tmp_path):
     assert_same_states(run(tmp_path / "a", **ON_NVME), run(tmp_path / "b", param_tier="host", optimizer_state_tier="host"))
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_steps_of_several_micro_batches_read_ahead_too(by_layer, tmp_path):
     def run(folder, **config):

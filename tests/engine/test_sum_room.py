@@ -89,7 +89,7 @@ def train(directory, gauge, num, *, make=chain, by_layer=True, **config):
         return losses, states_of(engine, model), written
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("capacity", [2200, 2500])
 def test_more_micro_batches_write_hardly_more_in_the_first_step(capacity, gauge, tmp_path):
     """In backward passes, a forecast from the ops so far tells what activations take."""
@@ -114,7 +114,7 @@ def test_the_sum_of_a_tied_weight_uses_memory_that_activations_have_freed(gauge,
     assert max(many[1:]) <= 1.2 * min(few[1:]), (few, many)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("capacity", [1500, 1900, 2500])
 @pytest.mark.parametrize("make", [chain, Tied])
 def test_results_are_those_of_the_ordinary_loop(make, capacity, gauge, tmp_path):

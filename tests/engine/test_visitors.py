@@ -14,7 +14,7 @@ AT_HOME = SMALL | {"param_tier": "host", "optimizer_state_tier": "host", "host_m
 
 
 def visitors(engine):
-    return [chunk for chunk in engine.registry.chunks if chunk.is_visitor and chunk.trainable]
+    return [chunk for chunk in engine.registry.chunks if chunk.on_device and chunk.trainable]
 
 
 def by_layer(model, optimizer, step, num_micro):

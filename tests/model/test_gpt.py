@@ -135,6 +135,7 @@ def test_files_are_read_in_order(tmp_path):
             read_bytes([missing])
 
 
+@pytest.mark.long
 def test_the_standard_librarys_files_are_found_in_order():
     paths = standard_library_paths()
     assert paths == sorted(paths) == standard_library_paths()

@@ -157,7 +157,7 @@ def spelled_out(shard):
     return expected
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
 def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
@@ -165,7 +165,7 @@ def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("isa", _adam.isas())
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[2]], ids=lambda layout: "-".join(map(str, layout)))
 @pytest.mark.parametrize("values", [hard_values, faint_values, faint_vectors])

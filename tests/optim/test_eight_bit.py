@@ -57,6 +57,7 @@ def test_a_code_is_within_an_eighth_of_the_value(signed):
         assert (found.sign() * values.sign() >= 0).all()
 
 
+@pytest.mark.long
 @SIGNS
 def test_rounding_has_no_bias(signed):
     values = samples(4096, signed, lowest=-9.0)
@@ -216,6 +217,7 @@ def test_losses_are_near_those_of_fp32_moments(tmp_path):
     assert others == pytest.approx([exact, exact], rel=0.02)
 
 
+@pytest.mark.long
 def test_small_changes_of_a_weight_without_a_master_add_up(tmp_path):
     """Each update is a hundredth of the distance of two bf16 values: rounding to the nearest would lose all of them."""
 
@@ -246,7 +248,7 @@ def test_a_frozen_weight_is_the_same_without_a_master(tmp_path):
         assert engine.read_state(model[1].weight).keys() == {"weight", "momentum", "variance"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("master", ["fp32", "none"])
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(master, tmp_path):
     with training(tiny_gpt, tmp_path, **NVME | BF16 | {"master": master}) as (model, engine, ours):

@@ -54,6 +54,7 @@ def gpt():
     return GPT(hidden=64, layers=3, heads=4, vocab=64, seq=16)
 
 
+@pytest.mark.long
 def test_rmsprop_trains_as_torchs_rmsprop(tmp_path):
     torch.manual_seed(0)
     plain = gpt()
@@ -76,7 +77,7 @@ def test_rmsprop_refuses_invalid_hyperparameters(tmp_path):
 PLACES = {"host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}, "nvme": NVME, "auto": {}, "coded": NVME | {"compression": "on"}}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_coded_format_has_the_same_bits_in_every_tier(update, tmp_path):
     found = {}
@@ -113,6 +114,7 @@ class Lamb(torch.optim.Optimizer):
                 p -= (group["lr"] * (norms[0] / norms[1] if all(norms) else 1.0) * direction).float()
 
 
+@pytest.mark.long
 def test_lamb_trains_as_its_paper_says(tmp_path):
     torch.manual_seed(0)
     plain = gpt()
@@ -172,6 +174,7 @@ def test_a_coded_format_trains_like_bf16(tmp_path):
     assert losses[DTYPE] == pytest.approx(losses["bf16"], rel=0.03)
 
 
+@pytest.mark.long
 def test_a_coded_format_is_saved_loaded_and_exported(tmp_path):
     options = {"dtype": DTYPE, "options": {"lr": 1e-3}}
     with training(gpt, tmp_path / "a", **options, **NVME) as (model, engine, ours):

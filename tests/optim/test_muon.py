@@ -205,6 +205,7 @@ class LateUnits(UnitUpdates):
                 segment.copy_(there[name])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("delay", [0.0, 0.002])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "accumulation_steps": 2}])
 @pytest.mark.parametrize("places", [HOST, NVME])

@@ -273,6 +273,7 @@ def test_dithered_rounding_is_unbiased_and_independent():
     assert target.double().mean().item() == pytest.approx(value[0].item(), abs=5 * step * 0.5 / math.sqrt(numel))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [1500, pytest.param(5000, marks=pytest.mark.long)])
 def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
     """With beta2 = 0.999 and rounding to nearest, changes below 1/256 of the value would all be lost."""
@@ -300,7 +301,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
         assert variance.double().mean().item() == pytest.approx(exact.mean().item(), rel=0.01)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("compression, expected", [("off", 8.0), ("auto", 4 + 4 / 3)])
 def test_bf16_moments_write_8_bytes_a_parameter_or_a_third_less_late(compression, expected, tmp_path):
     from test_engine import traffic, traffic_gpt

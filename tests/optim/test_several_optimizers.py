@@ -78,7 +78,7 @@ def trained(make_optimizer, directory, *, steps=4, options=None, by_layer=False,
 # ---- the bits of one optimizer ----
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("places", [NVME, HOST, DEVICE], ids=["nvme", "host", "device"])
 @pytest.mark.parametrize(
     "config",
@@ -179,6 +179,7 @@ def test_gradients_of_no_sync_passes_add_up_for_both(tmp_path):
     assert_same_states(run(muon_and_adamw), run(one_muon))
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_bits_of_one(worlds, tmp_path):
     expected = train_on_ranks(tmp_path, skips=False)
     assert worlds(2).run(train_on_ranks, tmp_path, skips=False) == [expected, expected]

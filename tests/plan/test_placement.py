@@ -263,7 +263,7 @@ def test_records_without_room_on_host_or_nvme_live_on_the_device(deferred, monke
         assert found.nvme_nbytes <= nvme_budget and found.host_nbytes <= 400 << 10
         for kind in (WEIGHTS, STATES, GRADIENTS):
             assert [home == DEVICE for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
-        taken = count * (WEIGHT + STATE + GRADIENT)
+        taken = count * (WEIGHT + STATE + (GRADIENT if deferred else 0))  # otherwise the backward pass updates these records
         slack = (400 << 10) - (2 * WEIGHT + WEIGHT) - taken
         assert found.least_nbytes == 2 * WEIGHT + WEIGHT + taken + min(WEIGHT, slack // 3) <= 400 << 10
         assert found.fixed_nbytes == found.gradient_limit_nbytes + taken
@@ -274,7 +274,7 @@ def test_records_without_room_on_host_or_nvme_live_on_the_device(deferred, monke
 def test_as_many_records_as_fit_live_on_the_device(few_slots):
     least = 3 * WEIGHT
     for count in range(4):
-        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
+        found = crowded(0, device_budget=least + count * (WEIGHT + STATE) + 4096, host_budget=200 << 10)
         assert found.homes[STATES].count(DEVICE) == count
         assert found.nvme_nbytes > 0  # the swap refuses this and names the missing bytes
 
@@ -285,7 +285,7 @@ def test_lack_of_room_never_overrides_a_requested_tier(changes):
     assert DEVICE not in found.homes[STATES] + found.homes[WEIGHTS]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("world, numel", [(2, 5000), (3, 7000), (4, 9000)])
 def test_all_ranks_crowd_out_the_same_and_enough_records(world, numel):
     """A rank with smaller shards may need more: slots then take host memory that would otherwise be homes."""
@@ -690,7 +690,7 @@ MODES = [
 ]
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
@@ -724,6 +724,7 @@ def test_planner_names_no_more_slots_than_there_are_chunks():
     assert host_memory.WEIGHT_SLOTS > 3
 
 
+@pytest.mark.long
 def test_more_of_the_device_is_planned_if_the_other_tiers_are_too_small():
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="meta") for _ in range(64)))
     config = infinity.Config(device="cpu", chunk_mib=1)

@@ -120,6 +120,7 @@ def test_an_engine_that_never_started_ends_with_its_model(tmp_path):
     assert not our_threads() and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_program_without_close_succeeds_and_leaves_no_files(tmp_path):
     done = run_python(
         """

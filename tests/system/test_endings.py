@@ -225,7 +225,7 @@ def assert_ended_with_errors(answers, stage, who):
         assert "terminate called" not in output and "gloo" not in output, output
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("size, options", [(2, {}), (2, {"slow": True}), (3, {"destroys": True})], ids=str)
 def test_a_successful_program_ends_with_status_0_without_close(nursery, tmp_path, size, options):
     assert_ended_well(nursery.run(size, tmp_path, **options))
@@ -241,6 +241,7 @@ def test_an_error_is_printed_once_on_each_rank(nursery, tmp_path, stage, who, cl
     assert_ended_with_errors(nursery.run(2, tmp_path, stage=stage, who=who, closes=closes), stage, who)
 
 
+@pytest.mark.long
 def test_a_rank_with_its_own_error_prints_no_error_of_another_rank(nursery, tmp_path):
     assert_ended_with_errors(nursery.run(2, tmp_path, stage="backward", who="all", lingers=True), "backward", "all")
 
@@ -386,6 +387,7 @@ def test_a_killed_rank_0_is_named_if_torchrun_keeps_the_store(nursery, tmp_path,
 # ---- torchrun without a group ----
 
 
+@pytest.mark.long
 def test_ranks_without_a_process_group_are_refused_with_the_line_to_add(nursery, tmp_path):
     for status, output in nursery.run(2, tmp_path, groups=False):
         assert status == 1

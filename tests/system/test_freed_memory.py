@@ -87,6 +87,7 @@ PASSES = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [(512, 24, 16, 56, 30, 60, 120), pytest.param((1024, 256, 128, 120, 64, 128, 190), marks=pytest.mark.long)],

@@ -273,6 +273,7 @@ def test_the_first_error_is_reported_with_its_job_before_the_wait_ends(lane):
     assert told == [("division by zero", "chunk 7 (test): ")] and type(lane.failure.error) is ZeroDivisionError
 
 
+@pytest.mark.long
 def test_waits_for_an_abandoned_lane_raise_and_close_does_not_wait():
     lane, gate = Lane("test"), threading.Event()
     stuck, behind = lane.push(gate.wait), lane.push(lambda: "done")

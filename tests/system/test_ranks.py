@@ -433,6 +433,7 @@ def test_homes_on_the_device_for_lack_of_nvme_change_no_bit(worlds, tmp_path):
     assert counts[0] == 0 < counts[1] < counts[2], counts
 
 
+@pytest.mark.long
 def test_gradients_without_a_place_on_nvme_change_no_bit(worlds, tmp_path):
     options = {"dtype": "bf16", "chunk_mib": 1 / 512, "device_memory": "300KiB", "host_memory": "100KiB"}
     found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 300 << 10)]
@@ -452,7 +453,7 @@ def test_records_leave_the_device_on_all_ranks_if_one_needs_room(worlds, tmp_pat
     assert counts[0] == counts[2] > counts[3] == counts[5] > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_gradient_sums_stay_on_the_device_if_one_rank_lacks_host_memory(worlds, tmp_path, update):
     """The last rank has the smallest shards. Sums sent with an update include all gradients of the last pass."""
@@ -464,6 +465,7 @@ def test_gradient_sums_stay_on_the_device_if_one_rank_lacks_host_memory(worlds, 
     assert first[0] == last[0] == expected[0]
 
 
+@pytest.mark.long
 def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):
     norms = set()
     for chunk_mib in (1 / 256, 1 / 64, 1 / 16):
@@ -473,6 +475,7 @@ def test_the_norm_has_the_same_bits_for_every_chunk_size(worlds, tmp_path):
     assert len(norms) == 1
 
 
+@pytest.mark.long
 def test_checkpointed_activations_change_no_bit(worlds, tmp_path):
     plain, checkpointed = (worlds(2).run(train, tmp_path, checkpoint=on, **ON_NVME)[0] for on in (False, True))
     assert plain["losses"] == checkpointed["losses"]
@@ -482,6 +485,7 @@ def test_checkpointed_activations_change_no_bit(worlds, tmp_path):
 # ---- each rank's part ----
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_rank_holds_and_reads_its_shard_of_every_chunk(worlds, tmp_path, size):
     found = worlds(size).run(train, tmp_path, steps=5, **ON_NVME)
@@ -588,6 +592,7 @@ def built(folder):
         return {name: engine.read_state(param)["weight"] for name, param in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moments", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
 def test_two_ranks_with_the_same_data_have_the_bits_of_one_rank(worlds, tmp_path, moments, one_thread):
     """Gradients are doubled and halved exactly. So only positions of elements and their random bits could differ."""
@@ -598,6 +603,7 @@ def test_two_ranks_with_the_same_data_have_the_bits_of_one_rank(worlds, tmp_path
             assert found == expected, number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_that_orthogonalize_matrices_have_the_bits_of_one_rank(worlds, tmp_path, size, one_thread):
     """Each matrix is in one shard, so that the rank of this shard can orthogonalize the whole matrix."""
@@ -615,7 +621,7 @@ def test_the_average_of_weights_has_the_bits_of_one_rank(worlds, tmp_path, place
     assert worlds(2).run(average, tmp_path, **changes) == [alone, alone]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["blocks.0", "bias"])
 def test_parameters_can_be_frozen_for_some_steps(worlds, tmp_path, part, one_thread):
     """Some frozen parameters share a chunk with trainable parameters."""
@@ -677,12 +683,14 @@ def test_accumulation_by_layer_has_the_bits_of_the_ordinary_loop(worlds, tmp_pat
     assert by_layer == by_batch
 
 
+@pytest.mark.long
 def test_steps_by_layer_and_ordinary_steps_may_alternate(worlds, tmp_path):
     expected = worlds(2).run(accumulated, tmp_path, False, "fp32")[0][1]
     for found in worlds(2).run(accumulated, tmp_path, None, "fp32"):
         assert found[1] == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bad", [pytest.param((0, 0), marks=pytest.mark.long), (0, 1), pytest.param((2, 1), marks=pytest.mark.long)], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_ranks(worlds, tmp_path, bad):
     first, second = worlds(2).run(overflowing, tmp_path, bad)
@@ -768,6 +776,7 @@ def tiny(folder, frozen, compression):
     return losses
 
 
+@pytest.mark.long
 def test_closed_engines_leave_no_descriptors_or_threads(worlds, tmp_path):
     for after_two, after_six in worlds(2).run(opened, tmp_path):
         assert after_six == after_two
@@ -791,6 +800,7 @@ def opened(folder):
     return found[1], found[5]
 
 
+@pytest.mark.long
 def test_engines_dropped_on_all_ranks_end(worlds, tmp_path):
     """Ranks drop an engine at different times, and no rank waits for the others."""
     for after_two, after_six in worlds(2).run(dropped, tmp_path):
@@ -817,6 +827,7 @@ def dropped(folder):
     return found[1], found[5]
 
 
+@pytest.mark.long
 def test_changes_of_rank_0_in_gathered_reach_all_ranks(worlds, tmp_path):
     for size in (2, 4):
         for rank in worlds(size).run(changed, tmp_path):
@@ -1128,6 +1139,7 @@ def test_ranks_find_the_largest_and_smallest_of_many_numbers(columns, worlds):
     assert worlds(2).run(asking, numbers) == [(most, least, True, False)] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(60, marks=pytest.mark.long)])
 def test_a_late_rank_is_no_failure(worlds, num_rounds):
     assert worlds(2).run(slowly, num_rounds) == [num_rounds] * 2

@@ -61,6 +61,7 @@ def test_every_extent_is_covered_once_and_paths_fill_evenly(paths, num_paths):
         assert max(ends) - min(ends) <= 3 * MIB
 
 
+@pytest.mark.long
 def test_files_of_dead_runs_are_removed_before_a_swap_is_made(paths):
     source = "import os, sys; from infinity.system.swap import Swap; s = Swap(sys.argv[1:2]); s.allocate(8 << 20); s.reserve(); os._exit(0)"
     assert run_python(source, str(paths[0])).returncode == 0
@@ -370,6 +371,7 @@ def test_an_interrupt_during_reserve_leaves_no_descriptor(paths, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) == fds and everything_in(paths[0]) == []
 
 
+@pytest.mark.long
 def test_too_few_descriptors_name_the_limit(tmp_path):
     """Wherever descriptors run out, the error names the limit. No file falls back to the page cache."""
     done = run_python(
@@ -685,6 +687,7 @@ EXIT = """
 """
 
 
+@pytest.mark.long
 def test_exit_removes_files_and_the_exit_of_a_forked_child_does_not(paths):
     done = run_python(EXIT, paths[0])
     assert (done.stdout, done.returncode) == ("exit\n", 0), done.stderr  # not stderr: Python 3.12 warns there about a fork with threads
@@ -847,6 +850,7 @@ def test_a_file_grows_while_it_is_read_and_written(paths):
     assert everything_in(*paths) == []
 
 
+@pytest.mark.long
 def test_the_next_run_removes_grown_files_of_a_killed_run(paths):
     source = """
     import os, sys

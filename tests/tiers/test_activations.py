@@ -1220,6 +1220,7 @@ def test_restore_after_close_raises_and_does_not_hang(make):
             activations.restore(one)
 
 
+@pytest.mark.long
 def test_twenty_runs_under_load_and_random_delays_have_equal_bits(tmp_path):
     expected = train_chain(tmp_path, "device", num_steps=1)
     stop = threading.Event()

@@ -385,6 +385,7 @@ def schedules(paths, number):
         _aio._inject()
 
 
+@pytest.mark.long
 def test_a_read_is_checked_against_the_last_write_before_it(paths):
     schedules(paths, 30)
 
@@ -506,6 +507,7 @@ def test_all_threads_that_wait_for_a_damaged_read_get_the_error(file):
             assert told == [errno.EBADMSG if is_harmed else True] * 8
 
 
+@pytest.mark.long
 def test_a_forked_child_does_not_disturb_inherited_requests(tmp_path):
     source = """
         import mmap, os, sys

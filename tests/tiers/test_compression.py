@@ -438,7 +438,7 @@ def test_training_has_the_same_bits(tmp_path, dtype, moments, update, one_thread
     assert found["on"][2]["nvme_write_nbytes"] < 0.95 * found["off"][2]["nvme_write_nbytes"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 4, 4])
 def test_the_least_host_memory_of_the_error_is_enough(tmp_path, chunk_mib):
     config = NVME | {"compression": "on", "chunk_mib": chunk_mib}

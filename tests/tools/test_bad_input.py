@@ -341,6 +341,7 @@ def run_cli(*options, directory):
 SMALL = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 2 --device cpu --data random --param-tier nvme --optimizer-state-tier nvme".split()
 
 
+@pytest.mark.long
 def test_an_engine_of_another_process_on_the_same_swap_is_refused(engine, tmp_path):
     run = run_cli(*SMALL, "--swap-dirs", str(tmp_path), directory=tmp_path)
     assert run.returncode == 2
@@ -381,6 +382,7 @@ def test_the_command_line_reports_a_full_disk_at_the_start(tmp_path, monkeypatch
     assert files(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_process_without_an_error_ends_with_status_0(tmp_path):
     run = run_cli(*SMALL, directory=tmp_path)
     assert run.returncode == 0 and "error" not in run.stderr, run.stderr

@@ -164,6 +164,7 @@ def tune(*arguments):
     return main(["calibrate", "--device", "cpu", *map(str, arguments)])
 
 
+@pytest.mark.long
 def test_engines_and_plan_read_the_measured_values(paths, tmp_path, small, monkeypatch, capsys):
     chosen, rates, find = [], {}, search.search
 
@@ -217,6 +218,7 @@ def test_engines_and_plan_read_the_measured_values(paths, tmp_path, small, monke
     assert f"{paths[0]}: settings around the chosen ones" in shown and "all at once" in shown and str(output) in shown
 
 
+@pytest.mark.long
 def test_other_values_of_the_file_stay(paths, tmp_path, small, capsys):
     output = tmp_path / "mine.toml"
     machine = {
@@ -237,6 +239,7 @@ def test_other_values_of_the_file_stay(paths, tmp_path, small, capsys):
     assert found.drives[0].endurance == 9999 and found.host_gbps < 1e6 and found.host_memory > 1
 
 
+@pytest.mark.long
 def test_old_names_in_the_file_are_replaced_by_new_ones(paths, tmp_path, small):
     output = tmp_path / "mine.toml"
     output.write_text('[config]\nnvme = "elsewhere"\nseed = 1\n')

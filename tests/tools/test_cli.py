@@ -462,6 +462,7 @@ def test_the_module_can_be_run():
     assert done.stderr == "infinity: error: --heads 7 does not divide --hidden 384; choose one that does\n"
 
 
+@pytest.mark.long
 def test_two_ranks_see_the_same_losses_under_torchrun(directory):
     done = run_command(
         *"-m torch.distributed.run --standalone --nproc-per-node 2 -m infinity train".split(),
@@ -477,12 +478,14 @@ def test_two_ranks_see_the_same_losses_under_torchrun(directory):
     assert done.stdout.count("first, ") == 1  # only rank 0 prints
 
 
+@pytest.mark.long
 def test_a_batch_that_ranks_cannot_share_is_refused():
     done = run_command("-m", "infinity", "train", *SMALL, "--batch", "3", RANK="1", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr == "infinity: error: rank 1: batch=3 cannot be shared by 2 ranks; use a multiple of 2\n"
 
 
+@pytest.mark.long
 def test_layer_wise_training_has_the_same_losses_and_reads_less(directory):
     found = {}
     for option in ([], ["--by-layer"]):

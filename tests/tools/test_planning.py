@@ -82,6 +82,7 @@ def test_bytes_per_parameter_of_a_plan_are_those_of_the_design(node, capsys, com
     assert report["endurance_days"] == pytest.approx(2 * 7e15 / per_day)
 
 
+@pytest.mark.long
 def test_a_plan_counts_and_names_compressed_records(node, capsys):
     on_nvme = [*SMALL, "--set", "param_tier=nvme", "--set", "optimizer_state_tier=nvme", "--set", "residency=none"]
     moved = []
@@ -103,6 +104,7 @@ def test_a_model_that_fits_needs_no_drive(node, capsys):
     assert report["endurance_days"] is None
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_names_the_short_tier_with_status_1(node, capsys):
     large = ("--hidden", "2048", "--layers", "400")
     status, out, _ = run(capsys, *large)
@@ -285,7 +287,7 @@ def test_activations_on_a_cpu_take_host_memory(node, capsys):
     assert status == 1 and "for activations" in out
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("device, devices", [("cpu", 1), ("cpu", 2), ("cuda", 1), ("cuda", 2)])
 def test_a_model_fits_only_if_all_needed_memory_is_there(node, capsys, device, devices):
     """The printed value decides. On the CPU, activations are in the node's memory, not in the device's part of this memory."""

@@ -110,6 +110,7 @@ def test_bytes_and_memory_are_those_of_a_real_run(tmp_path, settings, checkpoint
     assert peak <= prediction.simulation.peak_device_nbytes <= max(placement.device_nbytes, peak)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [NVME | dict(residency="none"), dict(device_memory="2MiB"), dict(device_memory="40MiB")], ids=str)
 def test_bytes_of_a_quantised_frozen_base_are_those_of_a_real_run(tmp_path, settings):
     """With 2 MiB, frozen weights come and go. With 40 MiB nothing moves after the first step."""

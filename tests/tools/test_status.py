@@ -350,6 +350,7 @@ def test_a_training_run_reports_its_waits(tmp_path, monkeypatch, capsys):
     assert re.search(r"(?m)^step \d/4 .*\nwaits       0 s for .* from NVMe, chunk", capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_a_training_run_is_listed_followed_and_removed_at_its_end(tmp_path, place, capsys, monkeypatch):
     (tmp_path / "text").write_bytes(bytes(i * i % 251 % 97 for i in range(20_000)))
     options = "--hidden 32 --layers 1 --heads 2 --seq 16 --batch 2 --steps 1000000 --device cpu --dtype fp32 --data text".split()

@@ -77,7 +77,7 @@ def test_a_gradient_is_complete_at_the_first_use_of_its_parameter():
     assert set(complete) == set(names)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("chunk_mib", [0.03125, 0.25])

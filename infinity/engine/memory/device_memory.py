@@ -197,7 +197,7 @@ class DeviceBudget:
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether gradients of visitors have memory of their own from step to step. They need none if a backward pass updates the visitors. Nor
+        """Whether gradients of records on the device have memory of their own from step to step. They need none if a backward pass updates these records. Nor
         if all sums of a layer-wise step wait for step(), because these take the place of activations."""
         if self.updater.visitors_are_early:
             return not self._by_layer and self.gradients.adder.accumulate
@@ -286,9 +286,10 @@ class DeviceBudget:
         while len(self.promoted) > len(visiting):
             self._demote()
         self.promoted[:] = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        self.gradients.memory.keep_for_visitors(self._keeps_gradients)
-        for chunk in self.kept.promoted_chunks if not self._keeps_gradients else ():
-            self.gradients.memory.free_idle(chunk)
+        self.gradients.memory.keep_for_records(self._keeps_gradients)
+        for chunk in self.registry.chunks if not self._keeps_gradients else ():
+            if chunk.on_device:
+                self.gradients.memory.free_idle(chunk)
         chosen = {index for index, _ in (*visiting, *staying)}
         self._send_gradients([span for span in self.staying if span not in chosen])
         self.budget_nbytes = budget
