@@ -503,7 +503,7 @@ def test_records_on_the_device_keep_no_gradients_in_host_memory(tmp_path, monkey
     gauge = ScriptedGauge(1 << 40)
     monkeypatch.setattr("infinity.engine.memory.activation_meter.SLACK", 0.0)
     monkeypatch.setattr("infinity.engine.engine.gauge_of", lambda device: gauge)
-    config = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "compression": "auto", "device_memory": "48MiB", "host_memory": "20MiB"}
+    config = {"param_tier": "auto", "optimizer_state_tier": "auto", "residency": "auto", "compression": "auto", "device_memory": "40MiB", "host_memory": "20MiB"}
     with training(lambda: linears(16, 512), tmp_path, **COMPRESSED | config) as (model, engine, optimizer):
         gauge.tier, held = engine.tier, []
         for step in range(6):
