@@ -250,6 +250,7 @@ def _step(engine) -> Step:
         keep=config.residency == "auto",
         may_visit=records_may_visit(config, engine.layout),
         compresses=engine.compressor is not None and engine.compressor.codes,
+        by_layer=placement.only_by_layer,
     )
 
 

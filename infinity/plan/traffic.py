@@ -33,7 +33,7 @@ LINKS = ("nvme_read", "h2d", "all_gather", "reduce_scatter", "d2h", "nvme_write"
 class Step:
     """Properties of a step that change the bytes. num_passes: backward passes a step. device_nbytes: expected device budget, in bytes.
     deferred: updates follow step(). keep: copies stay while there is room. may_visit: records may come to the device. compresses: floats on
-    NVMe are coded.
+    NVMe are coded. by_layer: the micro-batches of a step pass each layer together, and count as one pass. Sums leave the device once.
     """
 
     num_passes: int
@@ -42,6 +42,7 @@ class Step:
     keep: bool
     may_visit: bool
     compresses: bool
+    by_layer: bool = False
 
 
 def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement, step: Step) -> dict[str, int]:
@@ -60,8 +61,9 @@ def step_nbytes(layout: Layout, records: Sequence[Record], placement: Placement,
         if chunk.span in visiting or homes[STATES].is_device or (placement.pinned and not chunk.trainable):
             continue  # the record needs no other tier
         found["h2d"] += copies[chunk.span] * (record.weight_nbytes if chunk.format.is_coded else shard)
-        if chunk.trainable:  # a sum that stays on the device leaves once
-            found["d2h"] += record.numel * chunk.format.gradient_itemsize if chunk.index in stay else step.num_passes * shard
+        if chunk.trainable:
+            leaves_once = step.by_layer or chunk.index in stay
+            found["d2h"] += record.numel * chunk.format.gradient_itemsize if leaves_once else step.num_passes * shard
         for kind, num_reads in ((WEIGHTS, copies[chunk.span]), (STATES, 1), (GRADIENTS, step.num_passes)):
             if not homes[kind].is_storage or (kind == GRADIENTS and (not _spills(step) or chunk.index in stay)):
                 continue
