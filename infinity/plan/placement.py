@@ -216,7 +216,7 @@ def _require_room(candidate: Candidate, budgets: Budgets, shared: Shared, needed
 def _all_on_device(candidate: Candidate, needs: Needs) -> int:
     """Bytes of all records on the device, weights excluded."""
     pairs = zip(candidate.layout.chunks, candidate.records)
-    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) + _gradient_on_device(chunk) for chunk, record in pairs)
+    return candidate.snapshot_nbytes + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
 
 
 def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int, on_device: int) -> BudgetError:
@@ -233,8 +233,8 @@ def _too_small(candidate: Candidate, budgets: Budgets, needed: int, pinned: int,
 def _guests_and_needs(
     candidate: Candidate, first: Candidate, needs: Needs, budgets: Budgets, taken_nbytes: int | None
 ) -> tuple[Needs, Guests, Shared]:
-    """The needs and the chunks with room on the device, the same on all ranks, and the division of the candidate's host memory. Gradients pass if
-    NVMe is too small for them: [Note: gradients that pass]. taken_nbytes: as of `_guests`."""
+    """The needs, the chunks with room on the device, and the division of the candidate's host memory. The first two are the same on all ranks.
+    Gradients pass if NVMe is too small for them: [Note: gradients that pass]. taken_nbytes: as of `_guests`."""
     guests, shared = _guests(first, needs, budgets, taken_nbytes)
     if not needs.deferred and budgets.nvme_nbytes is not None and shared.nvme_nbytes > budgets.nvme_nbytes:
         passing = dataclasses.replace(needs, gradients_pass=True)
@@ -272,8 +272,8 @@ def _guests_by_turns(
     fewer visiting records. Also returns the division of host memory.
     """
     layout = first.layout
-    keeps_gradients = not updates_visitors_early(deferred=needs.deferred, is_shared=layout.partition.is_shared)
-    options = {"room_nbytes": room_nbytes, "window_nbytes": window_nbytes, "with_gradients": keeps_gradients}
+    waiting = () if updates_visitors_early(deferred=needs.deferred, is_shared=layout.partition.is_shared) else None
+    options = {"room_nbytes": room_nbytes, "window_nbytes": window_nbytes, "waiting": waiting}
     at_home = (HOST,) * len(first.records)
     may_stay = frozenset(range(len(first.records))) if needs.accumulates else frozenset()
     for _ in range(GUEST_ROUNDS):
@@ -302,8 +302,7 @@ def _crowd_out(
     shared: the division without this. Returns the new division, and the spans with their bytes on the device.
     """
     layout, crowded_out = candidate.layout, []
-    is_early = updates_visitors_early(deferred=needs.deferred, is_shared=layout.partition.is_shared)
-    states = _states_on_device(layout, candidate.records, with_gradients=not is_early)
+    states = _states_on_device(layout, candidate.records)
     left = deque((span.index, span.nbytes + nbytes) for span, nbytes in states)
     while (lacking := shared.nvme_nbytes - budgets.nvme_nbytes) > 0 or len(crowded_out) < least:
         while left and left[0][1] <= room_nbytes and (lacking > 0 or len(crowded_out) < least):
@@ -346,17 +345,17 @@ def share_device(
     window_nbytes: int | None = None,
     snapshots: Collection[int] = (),
     may_stay: Collection[int] = (),
-    with_gradients: bool = True,
+    waiting: Collection[int] | None = None,
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Divide the device memory: (spans whose records fit, from the first on; spans of the rest whose gradients fit, from the first on), each
     with its bytes, weights excluded. Gradients come before records. Records that live on the device in any case come first, and are in
     neither list.
 
     homes: of the states, by chunk. window_nbytes: device memory for weights that come and go, enough if records come before other weights;
-    None: all weights come before records. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. with_gradients:
-    records on the device need memory for their gradients, too. The result is the same on all ranks.
+    None: all weights come before records. may_stay: chunks, see `Placement`. snapshots: spans that need their weights twice. waiting: chunks
+    whose gradients need memory if their records visit; None: all chunks. The result is the same on all ranks.
     """
-    divide = functools.partial(_divide, layout, records, homes, snapshots, may_stay, with_gradients)
+    divide = functools.partial(_divide, layout, records, homes, snapshots, may_stay, waiting)
     found = divide(room_nbytes - sum(span.nbytes for span in layout.spans), weights_of=lambda span: 0)
     if window_nbytes is None:
         return found
@@ -377,19 +376,20 @@ def _divide(
     homes: Sequence[Tier],
     snapshots: Collection[int],
     may_stay: Collection[int],
-    with_gradients: bool,
+    waiting: Collection[int] | None,
     room_nbytes: int,
     *,
     weights_of: Callable[[int], int],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """As `share_device`, with room for records, gradients, and the weights that `weights_of` counts for a record's span."""
     states = []
-    for span, nbytes in _states_on_device(layout, records, with_gradients=with_gradients):
+    for span, nbytes in _states_on_device(layout, records):
         nbytes += span.nbytes if span.index in snapshots else 0
         if homes[span.chunks[0]].is_device:
             room_nbytes -= nbytes + weights_of(span.index)
         else:
-            states.append((span.index, nbytes))
+            passing = [index for index in span.chunks if waiting is not None and index not in waiting]
+            states.append((span.index, nbytes - sum(_gradient_on_device(layout.chunks[index]) for index in passing)))
     staying = {}
     for span in layout.spans:
         chunks = [index for index in span.chunks if index in may_stay and not homes[index].is_device]
@@ -410,21 +410,20 @@ def _divide(
     return visiting, list(staying.items())
 
 
-def _states_on_device(layout: Layout, records: Sequence[Record], *, with_gradients: bool) -> Iterator[tuple[Span, int]]:
+def _states_on_device(layout: Layout, records: Sequence[Record]) -> Iterator[tuple[Span, int]]:
     """Each trainable span that is not coded, with the bytes of its records on the device, weights excluded. The same on all ranks."""
     for span in layout.spans:
         if span.trainable and not span.format.is_coded:
-            pairs = [(layout.chunks[index], records[index]) for index in span.chunks]
-            gradients = sum(_gradient_on_device(chunk) for chunk, _ in pairs) if with_gradients else 0
-            yield span, gradients + sum(_largest_on_device(chunk, record) for chunk, record in pairs)
+            yield span, sum(_largest_on_device(layout.chunks[index], records[index]) for index in span.chunks)
 
 
 def _largest_on_device(chunk: Chunk, record: Record) -> int:
-    """Bytes of states of the largest shard: all ranks decide alike about the device."""
+    """Bytes of states and gradient of the largest shard: all ranks decide alike about the device."""
     if not chunk.trainable:
         return 0
     numel = chunk.shard_used(0)
-    return sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
+    states = sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
+    return states + _gradient_on_device(chunk)
 
 
 def _gradient_on_device(chunk: Chunk) -> int:

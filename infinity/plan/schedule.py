@@ -91,19 +91,19 @@ class Moment(enum.Enum):
     FETCH = "when its weights are next fetched, or something else needs it"
 
 
-def moment(*, deferred: bool, on_device: bool, in_memory: bool) -> Moment:
-    """The moment of a chunk's update. on_device: the record is on the device, and step() updates such records. in_memory: neither the weights nor the gradient need a slot. If
-    states do, the drives begin in step(), and read them in the order of the next step's ops. deferred: updates follow step(), see
-    `Config.update`. Other weights and gradients get their slots one after the other, when ops need them.
+def moment(*, deferred: bool, by_step: bool, in_memory: bool) -> Moment:
+    """The moment of a chunk's update. by_step: the record is on the device, and step() updates it. in_memory: neither the weights nor the
+    gradient need a slot. If states do, the drives begin in step(), and read them in the order of the next step's ops. deferred: updates
+    follow step(), see `Config.update`. Other weights and gradients get their slots one after the other, when ops need them.
     """
-    if on_device or (deferred and in_memory):
+    if by_step or (deferred and in_memory):
         return Moment.STEP
     return Moment.FETCH if deferred else Moment.GRADIENT
 
 
 def updates_visitors_early(*, deferred: bool, is_shared: bool) -> bool:
-    """Whether records on the device are updated as soon as their gradients are complete, so that no gradient waits there for step(). Some records
-    have their home elsewhere. deferred: see `moment`. is_shared: several ranks share each chunk. They gather the weights after an update, so step() updates all of them.
+    """Whether visitors of the device are updated as soon as their gradients are complete, so that no gradient waits there for step().
+    deferred: see `moment`. is_shared: several ranks share each chunk. They gather the weights after an update, so step() updates all of them.
     """
     return not (deferred or is_shared)
 

@@ -16,7 +16,7 @@ bytes, links or locks: the owner calls one method at a time.
 # only if the slot is needed before.
 #
 # `Idle` has the entries without pins by state, so that a claim looks at few entries. An interrupt may end a call between two statements.
-# Therefore an entry comes to a state's list before the entry counts as idle, and leaves the list after that. Readers check each entry.
+# Therefore an entry comes to a state's list before it is idle, and leaves the list after it is no longer idle. Readers check each entry.
 #
 # [Note: order of grants]
 # A request that has an entry keeps the slot until the work is done, and the lanes that wait for grants work first in, first out. Pinned
@@ -137,7 +137,7 @@ class HostCache:
 
     def is_crowded(self) -> bool:
         """Whether at least two thirds of the slots, and at least two, are pinned: earlier requests are far from done."""
-        num_pinned = len(self.entries) - len(self._idle.of(*HostState))
+        num_pinned = len(self.entries) - len(self._unpinned(*HostState))
         return num_pinned >= max(2, 2 / 3 * self.slots.count)
 
     def find(self, chunk) -> Entry | None:
@@ -162,18 +162,22 @@ class HostCache:
         """The chunk's entry, which gives up its slot. The caller takes or frees the slot. None if the chunk has no slot."""
         entry = self.entries.get(chunk.index)
         if entry is not None:
-            self._idle.remove(entry, entry.state)
             del self.entries[chunk.index]
+            self._idle.remove(entry, entry.state)
         return entry
 
     def farthest(self, state: HostState, counts: Callable[[object], bool] = lambda chunk: True) -> Entry | None:
         """The entry with the farthest next use among unpinned entries of this state that borrow a slot. counts(chunk): a condition."""
-        found = [entry for entry in self._idle.of(state) if counts(entry.chunk)]
+        found = [entry for entry in self._unpinned(state) if counts(entry.chunk)]
         return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
+
+    def _unpinned(self, *states: HostState) -> list[Entry]:
+        """The entries without pins in these states."""
+        return [entry for entry in self._idle.of(*states) if self.entries.get(entry.chunk.index) is entry]
 
     def to_write(self) -> Entry | None:
         """If no slot can be freed, the dirty entry with the farthest next use, for writing. None if another entry will become free anyway."""
-        if self.slots.num_free or len(self._idle.of(HostState.CLEAN, HostState.DIRTY)) < len(self.entries):
+        if self.slots.num_free or len(self._unpinned(HostState.CLEAN, HostState.DIRTY)) < len(self.entries):
             return None
         return self.farthest(HostState.DIRTY, self.has_extent)
 

@@ -123,7 +123,7 @@ def _guests(
         room_nbytes=room_nbytes,
         window_nbytes=placement.window_nbytes,
         may_stay=range(len(records)) if step.num_passes > 1 else placement.may_stay,
-        with_gradients=step.num_passes > 1 or not is_early,
+        waiting=() if is_early and step.num_passes == 1 else None,
     )
     visiting, staying = map(dict, found)
     if keeps_frozen(layout, found, room_nbytes=room_nbytes):

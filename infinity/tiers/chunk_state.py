@@ -112,6 +112,11 @@ class ChunkState:
         return self.states_home.is_device
 
     @property
+    def is_visitor(self) -> bool:
+        """Whether the record is on the device and has its home elsewhere."""
+        return self.on_device and not self.homes[STATES if self.trainable else WEIGHTS].is_device
+
+    @property
     def gradient_on_device(self) -> bool:
         """Whether the gradient is on the device: the parts that have arrived, and the parts that follow."""
         return self.on_device or (self.gradient.stays and not self.gradient.is_offloaded)

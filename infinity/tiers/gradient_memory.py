@@ -19,15 +19,15 @@ class GradientMemory:
 
     def __init__(self, tier: DeviceTier, device: torch.device, stream):
         self.tier, self.device, self.stream = tier, device, stream
-        self._keeps_for_records = True
+        self._keeps_for_visitors = True
 
-    def keep_for_records(self, keeps: bool) -> None:
-        """Set whether the memory for gradients of records on the device stays from step to step."""
-        self._keeps_for_records = keeps
+    def keep_for_visitors(self, keeps: bool) -> None:
+        """Set whether the memory for gradients of visitors stays from step to step."""
+        self._keeps_for_visitors = keeps
 
     def make_for_arrival(self, chunk: ChunkState) -> None:
         """Allocate a shard for the first part of a gradient."""
-        self.make(chunk, for_step=chunk.on_device and not self._keeps_for_records)
+        self.make(chunk, for_step=chunk.is_visitor and not self._keeps_for_visitors)
 
     def make(self, chunk: ChunkState, *, for_step: bool = False) -> None:
         """Allocate a shard of zeros. Memory for one step is on the stream of the ops, because activations use it before and after. Other memory

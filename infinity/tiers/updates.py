@@ -72,6 +72,7 @@ class Updater:
         self.course = course
         self.events = events
         self.deferred = deferred
+        self.visitors_are_early = updates_visitors_early(deferred=deferred, is_shared=gradients.ranks.are_several)
         self.moments_follow = moments_follow
         device = gradients.device
         self.processor = Processor(threads, UnitUpdates(device))
@@ -95,15 +96,8 @@ class Updater:
         """When the chunk is updated."""
         gradient_waits = chunk.extents[GRADIENTS] is None or (chunk.gradient.stays and not chunk.gradient.is_offloaded)
         in_memory = not chunk.weights_home.is_storage and gradient_waits
-        by_step = chunk.on_device and not self.visitors_are_early
-        return moment(deferred=self.deferred, on_device=by_step, in_memory=in_memory)
-
-    @functools.cached_property
-    def visitors_are_early(self) -> bool:
-        """Whether a backward pass updates records on the device: see `updates_visitors_early`. If the device is the tier of all records, no
-        memory is short, and step() updates them."""
-        some_elsewhere = any(chunk.trainable and not chunk.homes[STATES].is_device for chunk in self.chunks)
-        return some_elsewhere and updates_visitors_early(deferred=self.deferred, is_shared=self.gradients.ranks.are_several)
+        by_step = chunk.on_device and not (chunk.is_visitor and self.visitors_are_early)
+        return moment(deferred=self.deferred, by_step=by_step, in_memory=in_memory)
 
     def expect(self, chunk: ChunkState, comes: bool) -> None:
         """A backward pass begins. comes: the pass updates the chunk."""

@@ -32,15 +32,16 @@ HOMES = {
 FEW_SLOTS = {"host_memory": "48KiB"}  # about the least budget: waiting gradients have no place in host memory
 
 
-def budgets(make, directory, **config):
-    """Device bytes for all weights without records, and a list of the additional bytes of each span's records."""
+def budgets(make, directory, with_gradients=False, **config):
+    """Device bytes for all weights without records, and a list of the additional bytes of each span's records. with_gradients: the records need
+    memory for their gradients, although a backward pass updates visitors."""
     with training(make, directory, param_tier="device", optimizer_state_tier="host", **config) as (_, engine, _):
         found, _ = planner.share_device(
             engine.layout,
             [chunk.record for chunk in engine.registry.chunks],
             engine.placement.homes[STATES],
             room_nbytes=1 << 40,
-            with_gradients=not engine.updater.visitors_are_early or engine.gradients.adder.accumulate,
+            waiting=None if with_gradients or engine.device_budget.keeps_gradients else (),
             snapshots={span.index for span in engine.registry.spans if engine.values.keeps_snapshot(span)},
         )
         return engine.placement.least_nbytes, [nbytes for _, nbytes in found]
@@ -233,7 +234,7 @@ def test_records_without_room_on_nvme_are_on_the_device(numbers, options, small_
             assert stats["peak_device_nbytes"] <= stats["device_budget_nbytes"]
             return states_of(engine, model), placement.homes[STATES].count(DEVICE), stats["num_chunks_on_device"], placement.nvme_nbytes
 
-    least, records = budgets(tiny_gpt, tmp_path, options=options, **numbers)
+    least, records = budgets(tiny_gpt, tmp_path, with_gradients=True, options=options, **numbers)
     expected, *_ = run(param_tier="host", optimizer_state_tier="host")
     *_, nvme_nbytes = run(device_memory=least + sum(records[:-1]), **CROWDED)
     counts = []

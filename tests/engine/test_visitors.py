@@ -31,8 +31,8 @@ def trained(directory, step_of=gpt_step, make=tiny_gpt, **config):
         return losses, states_of(engine, model), len(visitors(engine))
 
 
-@pytest.mark.parametrize("options, keeps", [({}, False), ({"max_grad_norm": 0.1}, True)], ids=["", "clipped"])
-def test_backward_updates_visitors_if_no_gradient_waits_for_step(options, keeps, tmp_path):
+@pytest.mark.parametrize("options, keeps", [({}, False), ({"max_grad_norm": 0.1}, True)], ids=["backward", "step"])
+def test_backward_updates_visitors_unless_updates_follow_step(options, keeps, tmp_path):
     with training(tiny_gpt, tmp_path, device_memory="320KiB", options=options, **SMALL) as (model, engine, optimizer):
         for step in range(3):
             gpt_step(model, optimizer, step)
@@ -71,6 +71,41 @@ def test_visitors_of_several_micro_batches_change_no_bit(step_of, tmp_path):
     assert_same_states(found[1], states)
 
 
+def retaining(model, optimizer, step, num_micro):
+    """The graph keeps all weights until the end of the step, so that no update begins in backward."""
+    loss = model(*tokens(step))
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
+EIGHT_LAYERS = lambda: GPT(hidden=32, layers=8, heads=4, vocab=61, seq=12)
+
+
+@pytest.mark.parametrize(
+    "step_of, options, device_kib, host_memory",
+    [
+        (gpt_step, {}, 900, "128KiB"),
+        (retaining, {}, 900, "128KiB"),
+        (by_layer, {"accumulation_steps": 3}, 900, "128KiB"),
+        (by_layer, {"accumulation_steps": 3}, 2000, "8MiB"),  # all records fit beside the sums of a segment, but not beside all sums
+    ],
+)
+def test_visitors_and_their_gradients_stay_within_device_memory(step_of, options, device_kib, host_memory, tmp_path):
+    counts = []
+    with training(EIGHT_LAYERS, tmp_path, device_memory=f"{device_kib}KiB", chunk_mib=1 / 512, host_memory=host_memory, options=options) as (
+        model,
+        engine,
+        optimizer,
+    ):
+        for step in range(5):
+            step_of(model, optimizer, step, optimizer.accumulation_steps)
+            counts.append(len(engine.device_budget.promoted))
+            assert engine.stats()["peak_device_nbytes"] <= device_kib << 10
+    assert counts[0] > 0 and len(set(counts)) == 1, counts
+
+
 def test_more_records_visit_if_their_gradients_need_no_memory(tmp_path):
     num = {
         name: trained(tmp_path / name, device_memory="320KiB", options=options, **SMALL)[2]
@@ -80,9 +115,8 @@ def test_more_records_visit_if_their_gradients_need_no_memory(tmp_path):
 
 
 def test_sums_by_layer_that_do_not_wait_for_step_leave_room_for_visitors(tmp_path):
-    make = lambda: GPT(hidden=32, layers=8, heads=4, vocab=61, seq=12)
     num = {
-        name: trained(tmp_path / name, by_layer, make, device_memory="600KiB", options={"accumulation_steps": 3} | options, **SMALL)[2]
+        name: trained(tmp_path / name, by_layer, EIGHT_LAYERS, device_memory="600KiB", options={"accumulation_steps": 3} | options, **SMALL)[2]
         for name, options in (("backward", {}), ("step", {"max_grad_norm": 0.1}))
     }
     assert num["backward"] > 0 == num["step"], num

@@ -263,7 +263,7 @@ def test_records_without_room_on_host_or_nvme_live_on_the_device(deferred, monke
         assert found.nvme_nbytes <= nvme_budget and found.host_nbytes <= 400 << 10
         for kind in (WEIGHTS, STATES, GRADIENTS):
             assert [home == DEVICE for home in found.homes[kind]] == [True] * count + [False] * (NUM - count)
-        taken = count * (WEIGHT + STATE + (GRADIENT if deferred else 0))  # otherwise the backward pass updates these records
+        taken = count * (WEIGHT + STATE + GRADIENT)
         slack = (400 << 10) - (2 * WEIGHT + WEIGHT) - taken
         assert found.least_nbytes == 2 * WEIGHT + WEIGHT + taken + min(WEIGHT, slack // 3) <= 400 << 10
         assert found.fixed_nbytes == found.gradient_limit_nbytes + taken
@@ -274,7 +274,7 @@ def test_records_without_room_on_host_or_nvme_live_on_the_device(deferred, monke
 def test_as_many_records_as_fit_live_on_the_device(few_slots):
     least = 3 * WEIGHT
     for count in range(4):
-        found = crowded(0, device_budget=least + count * (WEIGHT + STATE) + 4096, host_budget=200 << 10)
+        found = crowded(0, device_budget=least + count * (WEIGHT + STATE + GRADIENT) + 4096, host_budget=200 << 10)
         assert found.homes[STATES].count(DEVICE) == count
         assert found.nvme_nbytes > 0  # the swap refuses this and names the missing bytes
 
@@ -548,8 +548,8 @@ def test_records_whose_gradients_need_no_room_are_more():
     specs = [ParameterSpec(f"p{i}", 4096, Format("bf16", True)) for i in range(NUM)]
     whole = layout(specs, chunk_numel=4096, world=1)
     records = [record_layout(chunk.shard_used(0), Format("bf16", True)) for chunk in whole.chunks]
-    for with_gradients, expected in ((True, [(index, STATE + GRADIENT) for index in range(5)]), (False, [(index, STATE) for index in range(6)])):
-        found = share_device(whole, records, [NVME] * NUM, room_nbytes=NUM * WEIGHT + 6 * STATE, with_gradients=with_gradients)
+    for waiting, expected in ((None, [(index, STATE + GRADIENT) for index in range(5)]), ((), [(index, STATE) for index in range(6)])):
+        found = share_device(whole, records, [NVME] * NUM, room_nbytes=NUM * WEIGHT + 6 * STATE, waiting=waiting)
         assert found == (expected, [])
 
 

@@ -89,7 +89,8 @@ def accumulate(model: nn.Module, micro_batches: Iterable, loss: Callable[[nn.Mod
     engine.calls.refuse_running("infinity.accumulate")
     begin = rng_streams(len(micro_batches), engine.device)
     streams = list(begin)
-    if all(span.pinned for span in engine.registry.spans):  # no weight ever moves, so a layer-wise step would save nothing
+    has_room = len(micro_batches) == 1 or engine.device_budget.keeps_gradients  # for the sums of all micro-batches at once
+    if has_room and all(span.pinned for span in engine.registry.spans):  # no weight ever moves, so a layer-wise step would save nothing
         losses = _one_by_one(engine, _works(loss, model, micro_batches), streams)
     else:
         losses = _by_layer(engine, loss, model, micro_batches, streams)

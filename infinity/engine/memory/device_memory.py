@@ -71,6 +71,8 @@ class DeviceBudget:
         self.sums = SumMemory(_gradient_nbytes, self.registry.chunks)
         self.meter = ActivationMeter(gauge, self.tier, bound_nbytes, self.sums.note_op)
         self.holds_records = False
+        self._waited: set[int] = set()  # chunks whose gradients usually wait for step() although updates run in backward
+        self._last_waited: set[int] = set()  # those of the last step
         self.staying: dict[int, int] = {}  # spans with gradients that wait on the device -> bytes
         trainable = frozenset(chunk.index for chunk in self.registry.chunks if chunk.trainable and not chunk.on_device)
         self.stayable = trainable if gradients.adder.accumulate else placement.may_stay  # chunks whose gradients may stay, see `Placement`
@@ -146,7 +148,7 @@ class DeviceBudget:
         self._leave(budget, visiting, staying)
         for index, nbytes in visiting[len(self.promoted) :]:
             self.staying.pop(index, None)
-            self.kept.promote(self.registry.spans[index], nbytes, keeps_gradient=self._keeps_gradients)
+            self.kept.promote(self.registry.spans[index], nbytes, keeps_gradient=self.keeps_gradients)
             self._divide()
         self._stay(staying)
         if self.holds_records and not self.kept.frozen and self.sizes.keeps_frozen(budget, (visiting, staying)):
@@ -157,6 +159,16 @@ class DeviceBudget:
         has_changed = before != self._division
         self.trial.begin(has_changed and by_step and self.sizes.movable and self.gauge is not None and not returns)
         return has_changed
+
+    def note_waited(self, chunks: Iterable[ChunkState]) -> None:
+        """Gradients of these chunks have waited for step(), as with retain_graph or with layers that run twice. If such records visit, they need
+        memory for their gradients. A single step may be an exception, for example because the program still held the graph of an evaluation.
+        """
+        waited = {chunk.index for chunk in chunks} if self.updater.visitors_are_early else set()
+        usual = waited & self._last_waited if self.promoted else waited
+        self._last_waited = waited
+        self._needs_division |= not usual <= self._waited
+        self._waited |= usual
 
     def forbid_in_turn(self) -> None:
         """The device had no room for micro-batches in turn: from now on they pass each segment together."""
@@ -193,12 +205,13 @@ class DeviceBudget:
         return True
 
     def _visitors(self, budget: int) -> SpansOnDevice:
-        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer, with_gradients=self._keeps_gradients)
+        waiting = None if self.keeps_gradients else self._waited
+        return self.sizes.on_device(budget, holds_records=self.holds_records, by_layer=self._by_layer, waiting=waiting)
 
     @property
-    def _keeps_gradients(self) -> bool:
-        """Whether gradients of records on the device have memory of their own from step to step. They need none if a backward pass updates these records. Nor
-        if all sums of a layer-wise step wait for step(), because these take the place of activations."""
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of visitors have memory of their own from step to step. They need none if a backward pass updates the visitors. They
+        also need none if all sums of a layer-wise step wait for step(), because sums take the place of activations."""
         if self.updater.visitors_are_early:
             return not self._by_layer and self.gradients.adder.accumulate
         return not (self._by_layer and self.updater.deferred)
@@ -286,10 +299,9 @@ class DeviceBudget:
         while len(self.promoted) > len(visiting):
             self._demote()
         self.promoted[:] = [(span, nbytes) for (span, _), (_, nbytes) in zip(self.promoted, visiting)]
-        self.gradients.memory.keep_for_records(self._keeps_gradients)
-        for chunk in self.registry.chunks if not self._keeps_gradients else ():
-            if chunk.on_device:
-                self.gradients.memory.free_idle(chunk)
+        self.gradients.memory.keep_for_visitors(self.keeps_gradients)
+        for chunk in self.kept.promoted_chunks if not self.keeps_gradients else ():
+            self.gradients.memory.free_idle(chunk)
         chosen = {index for index, _ in (*visiting, *staying)}
         self._send_gradients([span for span in self.staying if span not in chosen])
         self.budget_nbytes = budget

@@ -30,7 +30,8 @@ class DivisionSizes:
         self.beside_nbytes = 0
 
     def budget_nbytes(self, sums: Iterable[ChunkState] = (), *, wait: bool = True) -> int:
-        """Device bytes for the engine without sums of a layer-wise step, equal on all ranks. sums: their chunks, in order. wait: for step()."""
+        """Device bytes for the engine without sums of a layer-wise step, equal on all ranks. sums: their chunks, in order.
+        wait: see `needed_nbytes`."""
         if not self.movable:
             return self.placement.device_nbytes
         budget, least, meter = self.placement.device_nbytes, self.placement.least_nbytes, self.meter
@@ -45,9 +46,9 @@ class DivisionSizes:
             budget = max(min(budget, with_window), bound)
         return int(self.ranks.least([max(budget, least)])[0])
 
-    def on_device(self, budget: int, *, holds_records: bool, by_layer: bool, with_gradients: bool) -> SpansOnDevice:
+    def on_device(self, budget: int, *, holds_records: bool, by_layer: bool, waiting: Collection[int] | None) -> SpansOnDevice:
         """(Spans whose records will be on the device, other spans whose gradients will be there), each with the bytes there.
-        with_gradients: the budget has no other room for gradients of these records."""
+        waiting: see `share_device`."""
         return planner.share_device(
             self.registry.layout,
             [chunk.record for chunk in self.registry.chunks],
@@ -56,7 +57,7 @@ class DivisionSizes:
             window_nbytes=self.placement.window_nbytes,
             snapshots={span.index for span in self.registry.spans if self.values.keeps_snapshot(span)},
             may_stay=() if by_layer else self.stayable,
-            with_gradients=with_gradients,
+            waiting=waiting,
         )
 
     def keeps_frozen(self, budget: int, found: SpansOnDevice) -> bool:
@@ -66,7 +67,7 @@ class DivisionSizes:
 
     def hold_weights_and_gradients(self) -> bool:
         """Whether the device can hold all weights and gradients of an ordinary step, and no states are on NVMe. Equal on all ranks."""
-        found = self.on_device(self.budget_nbytes(), holds_records=True, by_layer=False, with_gradients=True)
+        found = self.on_device(self.budget_nbytes(), holds_records=True, by_layer=False, waiting=None)
         spans = {span for both in found for span, _ in both}
         needed = {self.registry.chunks[index].span.index for index in self.stayable}
         return self.placement.window_nbytes is None and bool(needed) and needed <= spans

@@ -97,8 +97,8 @@ class SumMemory:
         return most + sum(map(self.nbytes_of, later))
 
     def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int, *, wait: bool = True) -> tuple[int, int]:
-        """(bytes that these sums, in order, need beside the largest activations, bytes of all sums that are there together). wait: for step().
-        Otherwise the sums of two segments are there: those of a segment may still be updated when the next segment goes backward.
+        """(bytes that these sums, in order, need beside the largest activations, the most bytes of sums at a time). wait: all sums wait for
+        step(). Otherwise the sums of two segments are there, because the updates of one may still run when the next segment goes backward.
         """
         most, waiting, limit = 0, 0, math.inf if wait else 2 * self._segment_nbytes
         for chunk in sums:

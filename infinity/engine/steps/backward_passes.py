@@ -282,7 +282,7 @@ class BackwardPasses:
         if not number:
             cycle.optimizer_calls.begin_gradients()
         last = number + 1 == self.num_passes
-        in_backward = moment(deferred=self.updater.deferred, on_device=False, in_memory=False) is Moment.GRADIENT
+        in_backward = moment(deferred=self.updater.deferred, by_step=False, in_memory=False) is Moment.GRADIENT
         self.updates.expect(cycle.hyper() if last and in_backward and not cycle.needs_norm else None)
         self.norm.expect(last and (cycle.needs_norm or self.param_grads.norm_was_asked))
         self.expected.begin_pass(number, cycle.forward.num_training, later=self.state.phase is LAYERWISE)

@@ -38,8 +38,8 @@ class CompletedGradients:
     def for_plan(self, num_backwards: int) -> tuple[Positions, Positions]:
         """Returns two lists of (position, chunk), in order of position.
 
-        The first list has the gradients that were complete on every rank, the second one those of them whose update begins at once, off the
-        device. num_backwards: number of passes of a step.
+        The first list has the gradients that were complete on every rank. The second list has those whose update begins at once, without records
+        on the device. num_backwards: number of passes of a step.
         """
         found, chunks = self._on_all(num_backwards) if self.ranks.are_several else self._found, self.registry.chunks
         last = [(p, c) for b, p, c in found if b == num_backwards - 1 and not chunks[c].on_device]

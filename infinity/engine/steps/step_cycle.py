@@ -196,6 +196,7 @@ class StepCycle:
         ready = self.updates.pending()
         if not self.updater.deferred:
             ready.sort(key=lambda chunk: chunk.gradient.number)  # in the order in which the gradients came
+            self.device_budget.note_waited(ready)
         if self.needs_norm and not self._clip(ready, hyper):
             return skip(self, ready)
         ready = self.updates.leave_out(ready, self.optimizer_calls.skipped_groups())

@@ -105,10 +105,10 @@ class Prediction:
         return found
 
     def _seconds(self, nbytes: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of each link for so many bytes, with latencies as in the step. The drives count by reads, by writes, and by both."""
+        """The busy seconds of each link, scaled to these bytes. The drives count by reads, by writes, and by both."""
         busy, moved, gb = self.simulation.busy_seconds, self.simulation.nbytes, self.machine.devices / 1e9
         seconds = {link: busy[link] * nbytes.get(link, 0) / moved[link] for link in busy if moved[link] and link not in ("nvme_read", "nvme_write")}
-        read, written = (nbytes[link] * gb for link in ("nvme_read", "nvme_write"))
+        read, written = (nbytes.get(link, 0) * gb for link in ("nvme_read", "nvme_write"))
         for what, total in (("read", read), ("write", written), ("mixed", read + written)):
             seconds[what] = total / self.machine.drive_gbps(what) if total else 0.0
         return seconds
@@ -120,7 +120,7 @@ def predict(model: nn.Module, workload: Workload, machine: Machine, config: Conf
     machine.require_rates()
     layout, records, placement = arrangement(model, workload, machine, config)
     compresses_nvme = placement.compression_nbytes > 0
-    more_nbytes = _more_nbytes(layout, records, placement, config)
+    more_nbytes = _more_nbytes(layout, records, placement, config) if machine.drives else {}
     placement, on_device = _with_visitors(layout, records, placement, config)
     uses, flops, grads = workload.trace([home.span for home in layout.homes])
     seconds = [count / (machine.device_tflops * 1e12) for count in flops]
@@ -223,7 +223,8 @@ def arrangement(
 
 
 def _more_nbytes(layout: Layout, records: list[Record], placement: Placement, config: Config) -> dict[str, int]:
-    """Bytes that a step of two micro-batches, one after the other, moves in addition to a step of one."""
+    """Bytes that each further micro-batch of a step moves, if micro-batches follow one after the other. The second one may move more, because
+    gradients wait from then on: see plan/traffic.py."""
     may_visit = not all(home.is_device for home in placement.homes[STATES]) and records_may_visit(config, layout)
 
     def moved(num_passes: int) -> dict[str, int]:
@@ -237,8 +238,8 @@ def _more_nbytes(layout: Layout, records: list[Record], placement: Placement, co
         )
         return traffic.step_nbytes(layout, records, placement, step)
 
-    one = moved(1)
-    return {link: max(0, nbytes - one[link]) for link, nbytes in moved(2).items()}
+    two = moved(2)
+    return {link: max(0, nbytes - two[link]) for link, nbytes in moved(3).items()}
 
 
 def _with_visitors(layout: Layout, records: list[Record], placement: Placement, config: Config) -> tuple[Placement, tuple[int, ...]]:
@@ -256,7 +257,7 @@ def _with_visitors(layout: Layout, records: list[Record], placement: Placement, 
             room_nbytes=room,
             window_nbytes=placement.window_nbytes,
             may_stay=placement.may_stay,
-            with_gradients=not is_early,
+            waiting=() if is_early else None,
         )
         if planner.keeps_frozen(layout, (visiting, staying), room_nbytes=room):
             visiting += [(span.index, 0) for span in layout.spans if not span.trainable]

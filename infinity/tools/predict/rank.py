@@ -102,7 +102,7 @@ class Rank:
 
     def moment(self, chunk: PlayedChunk) -> Moment:
         on_device, in_memory = chunk.homes[STATES].is_device, not in_storage((chunk.homes[WEIGHTS], chunk.homes[GRADIENTS]))
-        return schedule.moment(deferred=self.step.deferred, on_device=on_device, in_memory=in_memory)
+        return schedule.moment(deferred=self.step.deferred, by_step=on_device, in_memory=in_memory)
 
     def may_wait(self, chunk: PlayedChunk) -> bool:
         """Like ChunkUpdates._may_wait."""
