@@ -72,7 +72,7 @@ class DeviceBudget:
         self.meter = ActivationMeter(gauge, self.tier, bound_nbytes, self.sums.note_op)
         self.holds_records = False
         self._waited: set[int] = set()  # chunks whose gradients usually wait for step() although updates run in backward
-        self._last_waited: set[int] = set()  # those of the last step
+        self._last_waited, self._has_had_visitors = set[int](), False  # those of the last step; whether any record has ever visited
         self.staying: dict[int, int] = {}  # spans with gradients that wait on the device -> bytes
         trainable = frozenset(chunk.index for chunk in self.registry.chunks if chunk.trainable and not chunk.on_device)
         self.stayable = trainable if gradients.adder.accumulate else placement.may_stay  # chunks whose gradients may stay, see `Placement`
@@ -149,6 +149,7 @@ class DeviceBudget:
         for index, nbytes in visiting[len(self.promoted) :]:
             self.staying.pop(index, None)
             self.kept.promote(self.registry.spans[index], nbytes, keeps_gradient=self.keeps_gradients)
+            self._has_had_visitors = True
             self._divide()
         self._stay(staying)
         if self.holds_records and not self.kept.frozen and self.sizes.keeps_frozen(budget, (visiting, staying)):
@@ -165,7 +166,7 @@ class DeviceBudget:
         memory for their gradients. A single step may be an exception, for example because the program still held the graph of an evaluation.
         """
         waited = {chunk.index for chunk in chunks} if self.updater.visitors_are_early else set()
-        usual = waited & self._last_waited if self.promoted else waited
+        usual = waited & self._last_waited if self._has_had_visitors else waited
         self._last_waited = waited
         self._needs_division |= not usual <= self._waited
         self._waited |= usual
