@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.model.gpt import GPT
 
 H = 24  # a width that is no multiple of an alignment
@@ -415,3 +416,12 @@ def gpt_step(model, optimizer, step, accumulate=1):
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
+
+
+def gpt_step_by_layer(model, optimizer, step, num_micro):
+    """As `gpt_step`, with infinity.accumulate. Returns the loss of each micro-batch."""
+    batches = [tokens(step, micro) for micro in range(num_micro)]
+    losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / num_micro)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt, tokens
+from models import gpt_step, gpt_step_by_layer, tiny_gpt
 from torch import nn
 
 import infinity
@@ -89,13 +89,6 @@ def test_gradients_that_wait_for_step_have_a_place(options, small_drive, tmp_pat
     assert planned(tmp_path / "small", **config).on_nvme[GRADIENTS] == ample.on_nvme[GRADIENTS]
 
 
-def by_layer(model, optimizer, step):
-    losses = infinity.accumulate(model, [tokens(step, micro) for micro in range(3)], lambda model, batch: model(*batch) / 3)
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item() for loss in losses]
-
-
 @pytest.mark.parametrize("lacking", ["a gradient", "all sums"])
 def test_sums_need_no_place_if_steps_are_by_layer(lacking, small_drive, tmp_path):
     config = {"dtype": "bf16", "device_memory": "160KiB", "options": {"accumulation_steps": 3}} | SMALL | NVME
@@ -103,7 +96,7 @@ def test_sums_need_no_place_if_steps_are_by_layer(lacking, small_drive, tmp_path
     for name in ("ample", "small"):
         with training(tiny_gpt, tmp_path / name, **config) as (model, engine, optimizer):
             assert engine.placement.only_by_layer == (name == "small")
-            losses = [by_layer(model, optimizer, step) for step in range(3)]
+            losses = [gpt_step_by_layer(model, optimizer, step, 3) for step in range(3)]
             results.append((losses, states_of(engine, model)))
             ample = engine.placement
             if name == "small":
@@ -111,7 +104,7 @@ def test_sums_need_no_place_if_steps_are_by_layer(lacking, small_drive, tmp_path
                     gpt_step(model, optimizer, 0, 3)
                 optimizer.zero_grad()
                 before = engine.stats()["links"]["d2h"]["nbytes"]
-                by_layer(model, optimizer, 3)
+                gpt_step_by_layer(model, optimizer, 3, 3)
                 engine.flush()
                 described = infinity.describe(model).step_nbytes["d2h"]
                 moved = engine.stats()["links"]["d2h"]["nbytes"] - before
@@ -215,7 +208,7 @@ def test_a_step_by_layer_with_little_device_memory_has_the_same_bits(device_kib,
             assert engine.placement.only_by_layer == (name == "small")
             assert infinity.describe(model).only_by_layer == (name == "small")
             assert ("micro-batches a step need infinity.accumulate" in str(infinity.describe(model))) == (name == "small")
-            losses = [by_layer(model, optimizer, step) for step in range(2)]
+            losses = [gpt_step_by_layer(model, optimizer, step, 3) for step in range(2)]
             results.append((losses, states_of(engine, model)))
             small_drive(records_nbytes(engine.placement))
     assert results[0][0] == results[1][0]

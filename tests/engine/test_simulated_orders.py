@@ -4,7 +4,7 @@ import random
 
 import pytest
 from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt, tokens
+from models import gpt_step, gpt_step_by_layer, tiny_gpt
 from simulated_storage import simulated_world
 
 import infinity
@@ -34,18 +34,10 @@ TRAININGS = {
 
 
 def train(directory, steps=3, by_layer=False, **config):
-    step_of = layerwise_step if by_layer else gpt_step
+    step_of = gpt_step_by_layer if by_layer else gpt_step
     with training(tiny_gpt, directory, **SMALL | NVME | config) as (model, engine, optimizer):
         losses = [step_of(model, optimizer, step, optimizer.accumulation_steps) for step in range(steps)]
         return losses, states_of(engine, model)
-
-
-def layerwise_step(model, optimizer, step, num_micro):
-    batches = [tokens(step, micro) for micro in range(num_micro)]
-    losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / num_micro)
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item() for loss in losses]
 
 
 def simulated(main, seed, fails=lambda number: False):

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt, tokens
+from models import gpt_step, gpt_step_by_layer, tiny_gpt, tokens
 
 import infinity
 from infinity.model.gpt import GPT
@@ -15,14 +15,6 @@ AT_HOME = SMALL | {"param_tier": "host", "optimizer_state_tier": "host", "host_m
 
 def visitors(engine):
     return [chunk for chunk in engine.registry.chunks if chunk.on_device and chunk.trainable]
-
-
-def by_layer(model, optimizer, step, num_micro):
-    batches = [tokens(step, micro) for micro in range(num_micro)]
-    losses = infinity.accumulate(model, batches, lambda model, batch: model(*batch) / num_micro)
-    optimizer.step()
-    optimizer.zero_grad()
-    return [loss.item() for loss in losses]
 
 
 def trained(directory, step_of=gpt_step, make=tiny_gpt, **config):
@@ -62,7 +54,7 @@ def test_visitors_have_the_bits_of_records_at_home(tie, dtype, device_memory, tm
     assert_same_states(found[1], states)
 
 
-@pytest.mark.parametrize("step_of", [gpt_step, by_layer], ids=["loop", "by layer"])
+@pytest.mark.parametrize("step_of", [gpt_step, gpt_step_by_layer], ids=["loop", "by layer"])
 def test_visitors_of_several_micro_batches_change_no_bit(step_of, tmp_path):
     options = {"accumulation_steps": 3}
     losses, states, _ = trained(tmp_path, step_of, options=options, **AT_HOME)
@@ -88,8 +80,8 @@ EIGHT_LAYERS = lambda: GPT(hidden=32, layers=8, heads=4, vocab=61, seq=12)
     [
         (gpt_step, {}, 900, "128KiB"),
         (retaining, {}, 900, "128KiB"),
-        (by_layer, {"accumulation_steps": 3}, 900, "128KiB"),
-        (by_layer, {"accumulation_steps": 3}, 2000, "8MiB"),  # all records fit beside the sums of a segment, but not beside all sums
+        (gpt_step_by_layer, {"accumulation_steps": 3}, 900, "128KiB"),
+        (gpt_step_by_layer, {"accumulation_steps": 3}, 2000, "8MiB"),  # all records fit beside the sums of a segment, but not beside all sums
     ],
 )
 def test_visitors_and_their_gradients_stay_within_device_memory(step_of, options, device_kib, host_memory, tmp_path):
@@ -116,7 +108,7 @@ def test_more_records_visit_if_their_gradients_need_no_memory(tmp_path):
 
 def test_sums_by_layer_that_do_not_wait_for_step_leave_room_for_visitors(tmp_path):
     num = {
-        name: trained(tmp_path / name, by_layer, EIGHT_LAYERS, device_memory="600KiB", options={"accumulation_steps": 3} | options, **SMALL)[2]
+        name: trained(tmp_path / name, gpt_step_by_layer, EIGHT_LAYERS, device_memory="600KiB", options={"accumulation_steps": 3} | options, **SMALL)[2]
         for name, options in (("backward", {}), ("step", {"max_grad_norm": 0.1}))
     }
     assert num["backward"] > 0 == num["step"], num
