@@ -42,9 +42,13 @@ class ReduceScatter:
         done = 0
         while done < piece.numel:
             rank, start = divmod(piece.start + done, numel)
-            count = min(numel - start, piece.numel - done)
-            begin = piece.param_start + done
-            view[rank, start : start + count] += flat_grad[begin : begin + count]
+            left, begin = piece.numel - done, piece.param_start + done
+            if start or left < numel:  # a part of one slice
+                count = min(numel - start, left)
+                view[rank, start : start + count].add_(flat_grad[begin : begin + count])
+            else:  # whole slices, in one kernel
+                count = left - left % numel
+                view[rank : rank + left // numel, :numel].add_(flat_grad[begin : begin + count].view(-1, numel))
             done += count
         unreduced.used.add(piece.param)
 
