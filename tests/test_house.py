@@ -25,7 +25,7 @@ FLOORS = [
     {"config_files", "output"},
     {"config"},
     {"system"},
-    {"formats"},
+    {"formats", "simulation"},
     {"plan"},
     {"model"},
     {"optim"},

@@ -82,7 +82,6 @@ FORBIDDEN = {
 EXCEPTIONS = {
     ("engine", "infinity.optim.adam"): 1,  # the sum of squares of a norm
     ("engine", "infinity.system.swap"): 2,  # sizing.py measures the swap, engines.py imports the module for the order of atexit
-    ("engine", "infinity.system.swap_directory"): 1,  # build.py asks for free space
     ("engine", "infinity.system.swap_owner"): 1,  # build.py has files of dead runs removed
     ("engine", "infinity.tiers.arithmetic"): 3,  # hyper-parameters, and the result of an update
     ("integrations", "infinity.engine.refused_trainers"): 1,  # a trainer with an integration is not refused

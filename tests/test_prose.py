@@ -20,6 +20,7 @@ PLACES = {  # "what", "it", long sentences: the limits of a place; those above B
     "infinity/checkpoints": BARS,
     "infinity/engine": BARS,
     "infinity/formats": BARS,
+    "infinity/simulation": BARS,
     "infinity/integrations": BARS,
     "infinity/tiers": BARS,
     "infinity/tools": BARS,

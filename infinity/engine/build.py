@@ -37,8 +37,7 @@ from infinity.system.lanes import Lane
 from infinity.system.mapped import ReadAhead
 from infinity.system.progress import Progress, ignore
 from infinity.system.ranks import Ranks
-from infinity.system.storage import Extent, StorageTier, make_storage
-from infinity.system.swap_directory import room_nbytes
+from infinity.system.storage import Extent, StorageTier, make_storage, room_nbytes
 from infinity.system.swap_owner import reclaim
 from infinity.system.threads import monitor
 from infinity.tiers.activations import Activations

@@ -43,7 +43,7 @@ from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_m
 from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
 from infinity.system.garbage_collector import without_collections
 from infinity.system.mapped import FilesAhead, MappedFiles
-from infinity.system.ranks import Ranks
+from infinity.system.ranks import Ranks, make_ranks
 from infinity.system.scratch import Place, Scratch
 
 MIN_WINDOW_NBYTES = 1 << 30
@@ -64,7 +64,7 @@ def init(config: Config | None = None, *, window: int | None = None):
     """
     config = config or Config()
     device = device_of(config.device)
-    with Ranks(device).joined() as ranks, without_collections():
+    with make_ranks(device).joined() as ranks, without_collections():
         windows = _windows(config, device, ranks) if window is None else {"cpu": window, device.type: window}
         mode = ConstructionMode(config, ranks, windows, MIN_WINDOW_NBYTES if window is None else window)
         try:

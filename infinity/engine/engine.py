@@ -48,7 +48,7 @@ from infinity.system.garbage_collector import without_collections
 from infinity.system.interrupts import uninterrupted
 from infinity.system.mapped import ReadAhead
 from infinity.system.progress import Progress, ignore
-from infinity.system.ranks import Ranks
+from infinity.system.ranks import Ranks, make_ranks
 from infinity.system.timeline import timeline_of
 from infinity.tiers.activations import Activations
 
@@ -91,7 +91,7 @@ class Engine(NotAModule, NotCopied):
         self._model = weakref.ref(model)
         self._named = managed_parameters(model)
         self.lifecycle = Lifecycle(self._model)
-        self.ranks = ranks or Ranks(self.device)  # after all checks that may refuse the model: Ranks has a thread and process groups
+        self.ranks = ranks or make_ranks(self.device)  # after all checks that may refuse the model: Ranks has a thread and process groups
         self.ranks.join()
         self.turn = threading.RLock()  # a step, save or load holds it: forward passes of other threads wait
         self.saving = None  # the last SnapshotReader, active or over

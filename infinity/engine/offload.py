@@ -24,7 +24,7 @@ from infinity.model.parameters import owner_of
 from infinity.model.shared_parameters import refuse_shared
 from infinity.model.tiling import tile_to_fit
 from infinity.system.capacity import device_of
-from infinity.system.ranks import Ranks
+from infinity.system.ranks import Ranks, make_ranks
 
 
 def offload(model: nn.Module, config: Config | None = None) -> Engine:
@@ -35,7 +35,7 @@ def offload(model: nn.Module, config: Config | None = None) -> Engine:
     config = config or Config()
     _refuse_untrainable(model, config)
     managed_parameters(model)
-    with Ranks(device_of(config.device)).joined() as ranks:
+    with make_ranks(device_of(config.device)).joined() as ranks:
         cut_large_layers(model, config, ranks)
         return Engine(model, config, ranks=ranks)
 

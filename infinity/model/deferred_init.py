@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.model import _mt19937
 from infinity.model.tiled_layers import NORMAL_BLOCK
+from infinity.system import host_bytes
 
 STRIPE_NUMEL = 1 << 21  # with a state of 5 KiB each: an 800th of bf16 values
 _FIRST_NBYTES = 4 << 10  # are looked at before the rest
@@ -47,6 +48,9 @@ class Drawn:
     @torch.no_grad()
     def write(self, out: torch.Tensor, num_threads: int) -> None:
         """Write the values to a 1-D tensor on their device."""
+        host_bytes.work(out.nbytes, self._write_all, out, num_threads)
+
+    def _write_all(self, out: torch.Tensor, num_threads: int) -> None:
         if len(self._states) < 2 or num_threads < 2:
             for index in range(max(1, len(self._states))):
                 self._write(out, index)
@@ -133,8 +137,8 @@ class _Recorder(TorchDispatchMode):
             return Drawn(name, args, target.shape, target.device, [state], 1)
         if target.numel() < NORMAL_BLOCK or not _is_as_torch(target.dtype):
             return None
-        states = _pass_by(torch.default_generator, name, args, target.numel(), target.dtype, STRIPE_NUMEL)
-        return Drawn(name, args, target.shape, target.device, states, STRIPE_NUMEL)
+        passed = torch.default_generator, name, args, target.numel(), target.dtype, STRIPE_NUMEL
+        return Drawn(name, args, target.shape, target.device, host_bytes.work(target.nbytes, _pass_by, *passed) or [], STRIPE_NUMEL)
 
 
 def _is_whole(tensor, target: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.optim import _adam, eight_bit
+from infinity.system import host_bytes
 
 NUM_LIMBS = 72
 BLOCK_NUMEL = 1024
@@ -185,7 +186,9 @@ def _call_kernel(
 ) -> None:
     """Call the kernel in C. weights: weight and residual. stores: the parts that change."""
     tensors = (*weights, *moments, *([None, None] if len(moments) == 2 else []), grad)
-    _adam.adam(
+    host_bytes.work(
+        grad.nbytes,
+        _adam.adam,
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         grad.numel(),
         grad.dtype == torch.float32,
@@ -243,7 +246,8 @@ def split_master(
     _check(weight, "weight", torch.bfloat16, like=master)
     _check(residual, "residual", torch.int16, like=master)
     if master.device.type == "cpu":
-        _adam.split(master.data_ptr(), weight.data_ptr(), residual.data_ptr(), master.numel(), threads)
+        pointers = master.data_ptr(), weight.data_ptr(), residual.data_ptr()
+        host_bytes.work(master.nbytes, _adam.split, *pointers, master.numel(), threads)
     else:
         _split_torch(master, weight, residual)
     return weight, residual
@@ -259,7 +263,8 @@ def join_master(
         out = torch.empty_like(weight, dtype=torch.float32)
     _check(out, "out", torch.float32, like=weight)
     if weight.device.type == "cpu":
-        _adam.join(weight.data_ptr(), residual.data_ptr(), out.data_ptr(), weight.numel(), threads)
+        pointers = weight.data_ptr(), residual.data_ptr(), out.data_ptr()
+        host_bytes.work(weight.nbytes, _adam.join, *pointers, weight.numel(), threads)
     else:
         out.copy_(_join_torch(weight, residual))
     return out
@@ -271,7 +276,7 @@ def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: i
     _check(src, "src", *_GRAD_DTYPES, torch.float16, like=dst)
     if dst.device.type == "cpu" and src.dtype != torch.float16:
         is_fp32 = src.dtype == torch.float32
-        _adam.accumulate(dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
+        host_bytes.work(dst.nbytes, _adam.accumulate, dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
         return dst
     return dst.copy_(src) if first else dst.add_(src)
 
@@ -311,7 +316,7 @@ class NormAccumulator:
             return
         if grad.device.type == "cpu" and self._limbs.device.type == "cpu" and isa not in ("torch", "triton"):
             is_fp32 = grad.dtype == torch.float32
-            _adam.sum_squares(grad.data_ptr(), grad.numel(), is_fp32, self._limbs.data_ptr(), threads)
+            host_bytes.work(grad.nbytes, _adam.sum_squares, grad.data_ptr(), grad.numel(), is_fp32, self._limbs.data_ptr(), threads)
             return
         if isa == "triton" or (isa is None and grad.is_cuda and _device_kernels() is not None):
             self._block_sums.append(_device_kernels().block_sums(grad.detach()))

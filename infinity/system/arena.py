@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from infinity.errors import BudgetError, UsageError
+from infinity.system import host_bytes
 from infinity.system.threads import monitor
 
 PAGE_NBYTES = 4096
@@ -112,7 +113,7 @@ class Region:
             raise ValueError(f"a region of {nbytes} bytes: expected 1 byte or more")
         self.nbytes = _round_up(nbytes, PAGE_NBYTES)
         # mmap aligns to 4 KiB. The extra 2 MiB are never touched and cost only addresses.
-        mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, self.nbytes + HUGE_NBYTES, flags=host_bytes.map_flags())
         _mappings.add(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_NBYTES
@@ -121,7 +122,7 @@ class Region:
         self.buffer: memoryview | None = memoryview(mapping)[start : start + self.nbytes]
         self.address = torch.frombuffer(self.buffer, dtype=torch.uint8).data_ptr()
         self._tensors: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
-        _touch(self.buffer)
+        host_bytes.work(self.nbytes, _touch, self.buffer)
         self._unpin: weakref.finalize | None = None
 
     def pin(self, device: int) -> None:

@@ -322,6 +322,21 @@ class Ranks:
         return self._watch is not None and self._watch.is_stuck
 
 
+_make: Callable[[torch.device], Ranks] = Ranks
+
+
+def make_ranks(device: torch.device) -> Ranks:
+    """The ranks of a new engine."""
+    return _make(device)
+
+
+def use_ranks(make: Callable[[torch.device], Ranks]) -> Callable[[torch.device], Ranks]:
+    """Let engines of this process that start later have other ranks, such as simulated ones. Returns the function that was in use before."""
+    global _make
+    before, _make = _make, make
+    return before
+
+
 def _keeper_of(store) -> int | None:
     """The rank whose process keeps the launcher's store. None if no rank does: torchrun's agent, or a directory."""
     while isinstance(store, dist.PrefixStore):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import aio_ext
+from infinity.system import swap_directory
 from infinity.system.swap import Swap
 
 
@@ -94,6 +95,12 @@ def use_storage(make: Callable[..., StorageTier]) -> Callable[..., StorageTier]:
     global _make
     before, _make = _make, make
     return before
+
+
+def room_nbytes(paths) -> int:
+    """The most bytes that the storage can have in these directories: make.room_nbytes(paths), if the function that makes it has this, otherwise
+    the room of their filesystems."""
+    return getattr(_make, "room_nbytes", swap_directory.room_nbytes)(paths)
 
 
 def make_storage(paths, **options) -> StorageTier:

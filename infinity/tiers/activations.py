@@ -26,6 +26,7 @@ import aio_ext
 from infinity.errors import BudgetError, UsageError
 from infinity.model.autograd_state import share_version
 from infinity.sizes import format_bytes
+from infinity.system import host_bytes
 from infinity.system.arena import Area, Arena
 from infinity.system.failure import FirstFailure
 from infinity.system.interrupts import uninterrupted
@@ -268,7 +269,7 @@ class Activations:
         """Copy between host memory and a storage on the device, after all work that is queued on the device."""
         if self.stream is None:
             ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)
-            return DeviceCopy(job=self.copies.push(lambda _alive=(memory, storage): ctypes.memmove(*ends, nbytes)))
+            return DeviceCopy(job=self.copies.push(lambda _alive=(memory, storage): host_bytes.work(nbytes, ctypes.memmove, *ends, nbytes)))
         on_host = torch.frombuffer(memory.buffer, dtype=torch.uint8, count=nbytes)
         on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
         self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())

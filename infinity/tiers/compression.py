@@ -23,6 +23,7 @@ import aio_ext
 from infinity.errors import SwapError
 from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Region, Section, regions
 from infinity.plan.record import Segment
+from infinity.system import host_bytes
 from infinity.system.arena import Arena
 from infinity.system.lanes import Job, Lane
 from infinity.system.storage import Extent, StorageTier, Transfer
@@ -85,9 +86,11 @@ class Read:
         with waits(self.in_words), self._lock:  # another thread may hold the lock, and wait for a part
             while self._left and self._failure is None:
                 try:
-                    for transfer in self._transfers[len(self._left) - 1]:
+                    last = len(self._left) - 1
+                    for transfer in self._transfers[last]:
                         transfer.wait()
-                    _huffman.decode_last(self._left)
+                    host_bytes.work(len(self._left[last][0]), _huffman.decode_last, self._left)
+                    del self._left[last:]  # decode_last has taken it, if there are bytes
                 except OSError as error:
                     _wait_for(self._all, quietly=True)
                     self._failure = (error.errno, error.strerror, error.filename)
@@ -222,7 +225,8 @@ class Compressor:
             for section, pooled in zip(gradient, update.pooled or ()):
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 self.pool.copy(pooled, memory[section.nbytes - pooled.nbytes :])
-                _huffman.decode_last([(memory, section.itemsize if pooled.nbytes < section.nbytes else 0, pooled.nbytes)])
+                part = (memory, section.itemsize if pooled.nbytes < section.nbytes else 0, pooled.nbytes)
+                host_bytes.work(len(memory), _huffman.decode_last, [part])
             update.catch_up(buffer)
 
     def close(self) -> None:
@@ -257,7 +261,7 @@ class _Press:
                 source = buffer[section.offset : section.offset + section.nbytes]
                 if section.itemsize:
                     compressed.stored[number] = self._write_floats(place, section, source, what, transfers)
-                elif compressed.is_new and not np.frombuffer(source, np.uint64).any():
+                elif compressed.is_new and host_bytes.work(section.nbytes, _is_zero, source):
                     compressed.stored[number] = 0
                 else:
                     transfers += self._submit(place, source, what)
@@ -340,6 +344,10 @@ class _Press:
             _wait_for(transfers, quietly=True)  # `Write.wait` raises the error
             self._free.append(buffer)
         return self._free.pop()
+
+
+def _is_zero(source: memoryview) -> bool:
+    return not np.frombuffer(source, np.uint64).any()
 
 
 def _wait_for(transfers: Iterable[Transfer | Read], *, quietly: bool = False) -> None:

@@ -14,6 +14,7 @@ import torch
 from infinity.optim.shard import Shard
 from infinity.plan.record import WEIGHTS, Record
 from infinity.plan.slots import Entry
+from infinity.system import host_bytes
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.ranks import Ranks
@@ -123,7 +124,7 @@ class FetchLanes:
             if format.is_coded:
                 decode(chunk.record, source, shard)
             else:
-                ctypes.memmove(shard.data_ptr(), source.data_ptr(), nbytes)
+                host_bytes.work(nbytes, ctypes.memmove, shard.data_ptr(), source.data_ptr(), nbytes)
             self.events.moved("h2d", chunk.index, nbytes, start, now())
             self.records.unpin(chunk, WEIGHTS, entry)
             return None

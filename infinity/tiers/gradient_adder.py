@@ -10,6 +10,7 @@ import ctypes
 import torch
 
 from infinity.optim.adam import accumulate_
+from infinity.system import host_bytes
 from infinity.system.events import Events
 
 
@@ -33,7 +34,7 @@ class GradientAdder:
                 accumulate_(target, source, first, threads=1)
             elif first:
                 source = source.contiguous()
-                ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+                host_bytes.work(source.nbytes, ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
             else:
                 target.add_(source)
             return None

@@ -26,6 +26,7 @@ from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.formats.format import ADAM_MOMENTS
 from infinity.plan.late_moments import BLOCK_NBYTES
 from infinity.plan.record import STATES, Record
+from infinity.system import host_bytes
 from infinity.system.arena import Arena, Slot, Slots
 from infinity.tiers.arithmetic import Computed
 
@@ -146,7 +147,7 @@ class GradientPool:
                 PooledGradient(0, blocks).release()
                 return None
             part = data[start : start + BLOCK_NBYTES]
-            block.buffer[: len(part)] = part
+            host_bytes.work(len(part), _copy, block.buffer, part)
             blocks.append(block)
         return PooledGradient(len(data), blocks)
 
@@ -154,7 +155,12 @@ class GradientPool:
         """Copy the stored bytes to target, which has pooled.nbytes."""
         for start, block in zip(range(0, pooled.nbytes, BLOCK_NBYTES), pooled.blocks, strict=True):
             part = target[start : start + BLOCK_NBYTES]
-            part[:] = block.buffer[: len(part)]
+            host_bytes.work(len(part), _copy, part, block.buffer[: len(part)])
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy the source to the begin of the target."""
+    target[: len(source)] = source
 
 
 def release(parts: Iterable[PooledGradient]) -> None:

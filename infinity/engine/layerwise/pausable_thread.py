@@ -19,6 +19,7 @@ from types import GeneratorType
 import torch
 import torch.utils.checkpoint
 from torch.overrides import _get_current_function_mode_stack, _push_mode
+from torch.utils import _python_dispatch as dispatch
 
 from infinity.system.interrupts import uninterrupted
 from infinity.system.waits import THREADS
@@ -135,13 +136,14 @@ def _held_lock() -> threading.Lock:
 
 
 class TorchThreadState:
-    """The creating thread's state of torch, which each thread has separately: grad mode, autocast, function modes, CUDA stream."""
+    """The creating thread's state of torch, which each thread has separately: grad mode, autocast, function modes, dispatch modes, CUDA
+    stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.builds_graphs = torch.is_grad_enabled()
         self.casts = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {"cpu", device.type}}
-        self.modes = _get_current_function_mode_stack()
+        self.modes, self.dispatch_modes = _get_current_function_mode_stack(), dispatch._get_current_dispatch_mode_stack()
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
@@ -157,4 +159,6 @@ class TorchThreadState:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             for mode in self.modes:  # the creating thread has entered them; in this thread they end with the thread
                 _push_mode(mode)
+            for mode in self.dispatch_modes:
+                dispatch._push_mode(mode)
             yield

@@ -7,7 +7,7 @@ import pytest
 
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Lane
-from infinity.system.simulated_threads import Deadlock, SimulatedThreads
+from infinity.simulation.threads import Deadlock, SimulatedThreads
 from infinity.system.threads import monitor, now, threads, using
 
 NUM_SEEDS = 300

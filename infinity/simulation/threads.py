@@ -11,6 +11,7 @@ Knows threads that wait for monitors, locks and times. Must not know lanes or th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import itertools
@@ -53,7 +54,8 @@ class SimulatedThread:
     def _run(self, run: Callable[[], None]) -> None:
         self.baton.acquire()
         try:
-            run()
+            with self._owner.around():
+                run()
         finally:
             self._is_alive = False
             self._joining.wake_all()
@@ -61,13 +63,15 @@ class SimulatedThread:
 
 
 class SimulatedThreads:
-    """seed: of the order in which threads run. Use: `with using(simulated): simulated.run(main)`."""
+    """seed: of the order in which threads run; None: they run in the order in which they can, and none pauses. around(): a context in which each started thread works. Use: `with using(simulated):
+    simulated.run(main)`."""
 
     glance_s = None  # no notification is lost
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, seed: int | None = 0, around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext):
+        self.around = around
         self.running: SimulatedThread | None = None
-        self._random = random.Random(seed)
+        self._random = random.Random(seed) if seed is not None else None
         self._now, self._numbers = 0.0, itertools.count()
         self._ready: list[SimulatedThread] = []
         self._timers: list[tuple[float, int, Callable[[], object]]] = []
@@ -99,6 +103,10 @@ class SimulatedThreads:
 
     def sleep(self, seconds: float) -> None:
         """Wait for so many virtual seconds."""
+        end = self._now + seconds
+        if not self._ready and (not self._timers or self._timers[0][0] > end):
+            self._now = end  # nothing else happens before
+            return
         self.call_after(seconds, functools.partial(self.wake, self.running))
         self.block(f"{seconds} s")
 
@@ -108,6 +116,8 @@ class SimulatedThreads:
 
     def pause(self) -> None:
         """Other threads may run before this one goes on."""
+        if self._random is None or not self._ready:
+            return
         self._ready.append(self.running)
         self.block("")
 
@@ -133,7 +143,7 @@ class SimulatedThreads:
             waits = [f"{thread.name} waits for {thread.waits_for}" for thread in self._all if thread.is_alive()]
             self._deadlock = "; ".join(waits)
             self._ready.append(self._main)
-        index = self._random.randrange(len(self._ready))
+        index = self._random.randrange(len(self._ready)) if self._random is not None else 0
         self.running = self._ready.pop(index)
         self.running.baton.release()
 

@@ -1,0 +1,92 @@
+"""A simulated storage tier: transfers take virtual time, and no bytes exist.
+
+Knows extents, transfers and the interface of infinity/system/storage.py. Must not know chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from infinity.simulation.threads import SimulatedThreads
+from infinity.system.threads import now, threads
+
+ALIGNMENT = 4096
+
+
+class SimulatedExtent:
+    def __init__(self, nbytes: int):
+        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class SimulatedTransfer:
+    """finish(): called when the bytes have arrived. Returns an error or None."""
+
+    def __init__(self, nbytes: int, words: str, finish: Callable[[], BaseException | None]):
+        self.nbytes, self.done = nbytes, False
+        self._words, self._finish = words, finish
+        self._error: BaseException | None = None
+        self._is_over = threads().lock()
+        self._is_over.acquire()
+
+    def end(self) -> None:
+        self._error = self._finish()
+        self.done = True
+        self._is_over.release()
+
+    def wait(self) -> None:
+        if not self.done:
+            self._is_over.acquire()
+            self._is_over.release()
+        if self._error is not None:
+            raise self._error
+
+    def promote(self, priority: int = 0) -> None:
+        """The drive works in order."""
+
+    def in_words(self) -> str:
+        return self._words
+
+
+class SimulatedDrives:
+    """Drives that work in order, as one, at a rate in bytes/s. busy_seconds: of all transfers so far. free_at: the end
+    of the last transfer."""
+
+    def __init__(self, world: SimulatedThreads, *, rate: float, latency_s: float = 1e-4):
+        self.world, self.rate, self.latency_s = world, rate, latency_s
+        self.nbytes_per_s = rate
+        self.read_nbytes = self.write_nbytes = 0
+        self.busy_seconds = 0.0
+        self.free_at = 0.0
+
+    def allocate(self, nbytes: int) -> SimulatedExtent:
+        return SimulatedExtent(nbytes)
+
+    def extend(self, nbytes: int) -> SimulatedExtent:
+        return self.allocate(nbytes)
+
+    def reserve(self) -> None:
+        """There is room."""
+
+    def read(self, extent, buffer, *, offset: int = 0, priority: int = 0, what: str = "") -> SimulatedTransfer:
+        self.read_nbytes += len(buffer)
+        return self.begin("read", len(buffer), lambda: None)
+
+    def write(self, extent, buffer, *, offset: int = 0, priority: int = 0, what: str = "") -> SimulatedTransfer:
+        self.write_nbytes += len(buffer)
+        return self.begin("write", len(buffer), lambda: None)
+
+    def begin(self, op: str, nbytes: int, finish: Callable[[], BaseException | None]) -> SimulatedTransfer:
+        """A transfer after all earlier ones."""
+        transfer = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish)
+        seconds = self.latency_s + nbytes / self.rate
+        self.free_at = max(self.free_at, now()) + seconds
+        self.busy_seconds += seconds
+        self.world.call_after(self.free_at - now(), transfer.end)
+        return transfer
+
+    def path_of(self, extent) -> Path:
+        return Path("simulated")
+
+    def close(self) -> None:
+        """Nothing is left."""

@@ -1,0 +1,47 @@
+"""One rank among equal ones: its peers do at each moment what this rank does, and only the time of an exchange is simulated.
+
+Knows flat tensors and ranks. Must not know parameters or plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.system.ranks import Ranks
+
+
+class SimulatedRanks(Ranks):
+    """Rank 0 of `world` equal ranks. spend(nbytes): called with the bytes that this rank sends or receives in a collective."""
+
+    def __init__(self, device: torch.device, *, world: int, num_local: int, spend: Callable[[int], object]):
+        super().__init__(device)
+        self.world, self.name = world, f"rank 0 of {world}"
+        self._num_local, self._spend = num_local, spend
+
+    @property
+    def num_local(self) -> int:
+        return self._num_local
+
+    def gather(self, flat, what):
+        self._spend(flat.nbytes * (self.world - 1) // self.world)
+
+    def reduce_scatter(self, flat, what):
+        self._spend(flat.nbytes * (self.world - 1) // self.world)
+        return torch.empty(flat.numel() // self.world, dtype=flat.dtype, device=flat.device)
+
+    def sum_(self, tensor):
+        return tensor.mul_(self.world)
+
+    def most(self, numbers, group=None, what=""):
+        return numbers
+
+    def broadcast_(self, tensor, source=0):
+        return tensor
+
+    def all_gather_slices(self, piece):
+        return piece.repeat(self.world)
+
+    def barrier(self):
+        """Equal ranks are at one point."""

@@ -1,0 +1,95 @@
+"""The world in which an engine runs without bytes: threads on a virtual clock, drives, ranks, and the rates of the links.
+
+Knows the replaceable parts of system/. Must not know plans or tiers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infinity.simulation.drives import SimulatedDrives
+from infinity.simulation.no_bytes import KEPT_NBYTES, NoBytes
+from infinity.simulation.ranks import SimulatedRanks
+from infinity.simulation.threads import SimulatedThreads
+from infinity.system import host_bytes
+from infinity.system.ranks import use_ranks
+from infinity.system.storage import use_storage
+from infinity.system.threads import using
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank has. flops: floating-point operations/s of its device. device, host, collective, drive: bytes/s of an operation in device
+    memory, of work in host memory, of an exchange between ranks, and of its share of the drives."""
+
+    flops: float = 400e12
+    device: float = 2e12
+    host: float = 20e9
+    collective: float = 100e9
+    drive: float = 3e9
+
+
+class World:
+    """A simulated machine. world, num_local: ranks, and ranks of this node. room_nbytes: of the drives of a node. seed: of the order of
+    threads; None: threads run in the order in which they can.
+
+    `run(main)` runs a program, which makes and trains a model as usual, on the CPU. Its tensors have no bytes: losses are arbitrary.
+    """
+
+    def __init__(self, rates: Rates, *, world: int = 1, num_local: int | None = None, room_nbytes: int = 1 << 50, seed: int | None = None, kept_nbytes: int = KEPT_NBYTES):
+        self.rates, self.world, self.num_local = rates, world, num_local or world
+        self.room_nbytes, self.kept_nbytes = room_nbytes, kept_nbytes
+        self.threads = SimulatedThreads(seed, around=self._host_operations)
+        self.drives: list[SimulatedDrives] = []  # of each engine so far
+        self.compute_seconds = 0.0  # of the training thread's operations on the device
+
+    def run(self, main: Callable[[], object]) -> object:
+        """main() in this world, as the training thread. Returns its result. Raises `Deadlock`."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(using(self.threads))
+            undo.enter_context(host_bytes.using(_NoHostBytes(self)))
+            undo.callback(use_storage, use_storage(_Drives(self)))
+            make_ranks = functools.partial(SimulatedRanks, world=self.world, num_local=self.num_local, spend=self._exchange)
+            undo.callback(use_ranks, use_ranks(make_ranks))
+            with NoBytes(self._compute, self.kept_nbytes):
+                return self.threads.run(main)
+
+    def _host_operations(self) -> NoBytes:
+        return NoBytes(lambda flops, nbytes: self.threads.sleep(nbytes / self.rates.host), self.kept_nbytes)
+
+    def _compute(self, flops: int, nbytes: int) -> None:
+        seconds = max(flops / self.rates.flops, nbytes / self.rates.device)
+        self.compute_seconds += seconds
+        self.threads.sleep(seconds)
+
+    def _exchange(self, nbytes: int) -> None:
+        self.threads.sleep(nbytes / self.rates.collective)
+
+
+class _NoHostBytes(host_bytes.NoHostBytes):
+    def __init__(self, world: World):
+        super().__init__(world.kept_nbytes)
+        self._world = world
+
+    def work(self, nbytes, function, *arguments):
+        if nbytes > self.kept_nbytes:
+            self._world.threads.sleep(nbytes / self._world.rates.host)
+        return super().work(nbytes, function, *arguments)
+
+
+class _Drives:
+    """Makes the drives of an engine, see `use_storage`."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    def __call__(self, paths, **options) -> SimulatedDrives:
+        drives = SimulatedDrives(self._world.threads, rate=self._world.rates.drive)
+        self._world.drives.append(drives)
+        return drives
+
+    def room_nbytes(self, paths) -> int:
+        return self._world.room_nbytes
