@@ -5,7 +5,7 @@ Knows operations of torch. Must not know the engine.
 
 # [Note: tensors without bytes]
 # Tensors stay on the CPU, so the engine sees addresses, storages and views as usual. Their memory comes from malloc or mmap and is never
-# touched, so it takes no pages. An operation with a large operand runs on the meta device, which tells the shapes of its results. Views run as
+# touched, so no pages exist. An operation with a large operand runs on the meta device, which tells the shapes of the results. Views run as
 # usual, and so do operations whose operands are all small: losses, flags, norms, hyper-parameters. Small results of large operands are zeros.
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FACTORIES = {
 
 
 class NoBytes(TorchDispatchMode):
-    """Leaves out the work of large operations, in one thread. spend(flops, nbytes): is told of each one, with the bytes of its operands and
+    """Leaves out the work of large operations, in one thread. spend(flops, nbytes): called for each one, with the bytes of operands and
     results. flops: of products and convolutions, otherwise 0. kept_nbytes: tensors up to this size hold their bytes."""
 
     def __init__(self, spend: Callable[[int, int], object], kept_nbytes: int = KEPT_NBYTES):
@@ -79,7 +79,7 @@ class NoBytes(TorchDispatchMode):
         return func(*args, **kwargs) if shadow.nbytes <= self._kept_nbytes else self._empty_as(shadow)
 
     def _empty_as(self, shadow: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape on the CPU: zeros if it is small, otherwise without bytes."""
+        """A tensor of the shape on the CPU: zeros if small, otherwise without bytes."""
         if shadow.nbytes <= self._kept_nbytes:
             return torch.zeros(shadow.shape, dtype=shadow.dtype, device="cpu")
         return torch.empty_strided(shadow.shape, shadow.stride(), dtype=shadow.dtype, device="cpu")

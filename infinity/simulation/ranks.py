@@ -1,4 +1,4 @@
-"""One rank among equal ones: its peers do at each moment what this rank does, and only the time of an exchange is simulated.
+"""One rank among equal ones: the peers are always at the same point, and only the time of an exchange is simulated.
 
 Knows flat tensors and ranks. Must not know parameters or plans.
 """

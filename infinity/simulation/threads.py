@@ -4,8 +4,8 @@ Knows threads that wait for monitors, locks and times. Must not know lanes or th
 """
 
 # [Note: simulated threads]
-# Each simulated thread is a thread of the operating system with a baton. Only the thread that was given its baton runs. A thread gives the
-# baton away when it waits, and before it enters a monitor. The next thread is drawn from those that can run. If none can run, the clock goes
+# Each simulated thread is a thread of the operating system with a baton. Only the thread that has been given the baton runs. A thread gives the
+# baton away when waiting, and before entering a monitor. The next thread is drawn from those that can run. If none can run, the clock goes
 # on to the next time for which a thread waits. If there is no such time, the threads wait for each other forever: `Deadlock`. So a race is
 # found in a test without delays, and the seed repeats it exactly.
 
@@ -63,7 +63,7 @@ class SimulatedThread:
 
 
 class SimulatedThreads:
-    """seed: of the order in which threads run; None: they run in the order in which they can, and none pauses. around(): a context in which each started thread works. Use: `with using(simulated):
+    """seed: of the order in which threads run; None: in the order in which threads become able to run. around(): a context in which each started thread works. Use: `with using(simulated):
     simulated.run(main)`."""
 
     glance_s = None  # no notification is lost
@@ -80,7 +80,7 @@ class SimulatedThreads:
         self._deadlock = ""
 
     def run(self, main: Callable[[], object]) -> object:
-        """Run a function as the first simulated thread, in the thread of the caller. Returns its result. Raises Deadlock."""
+        """Run a function as the first simulated thread, in the thread of the caller. Returns the result. Raises Deadlock."""
         self.running = self._main = SimulatedThread(self, "main")
         self._all.append(self._main)
         return main()

@@ -22,8 +22,8 @@ from infinity.system.threads import using
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank has. flops: floating-point operations/s of its device. device, host, collective, drive: bytes/s of an operation in device
-    memory, of work in host memory, of an exchange between ranks, and of its share of the drives."""
+    """Rates of one rank. flops: floating-point operations/s of the device. device, host, collective, drive: bytes/s of an operation in device
+    memory, of work in host memory, of an exchange between ranks, and of a rank's share of the drives."""
 
     flops: float = 400e12
     device: float = 2e12
@@ -34,9 +34,9 @@ class Rates:
 
 class World:
     """A simulated machine. world, num_local: ranks, and ranks of this node. room_nbytes: of the drives of a node. seed: of the order of
-    threads; None: threads run in the order in which they can.
+    threads; None: in the order in which threads become able to run.
 
-    `run(main)` runs a program, which makes and trains a model as usual, on the CPU. Its tensors have no bytes: losses are arbitrary.
+    `run(main)` runs a program, which makes and trains a model as usual, on the CPU. Tensors have no bytes: losses are arbitrary.
     """
 
     def __init__(self, rates: Rates, *, world: int = 1, num_local: int | None = None, room_nbytes: int = 1 << 50, seed: int | None = None, kept_nbytes: int = KEPT_NBYTES):
@@ -47,7 +47,7 @@ class World:
         self.compute_seconds = 0.0  # of the training thread's operations on the device
 
     def run(self, main: Callable[[], object]) -> object:
-        """main() in this world, as the training thread. Returns its result. Raises `Deadlock`."""
+        """main() in this world, as the training thread. Returns the result. Raises `Deadlock`."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(using(self.threads))
             undo.enter_context(host_bytes.using(_NoHostBytes(self)))
