@@ -210,12 +210,12 @@ class Requests:
 
     def __init__(self):
         self._pinned: dict[str, deque] = {kind: deque() for kind in KINDS}  # in order of asking, like _ahead
-        self._ahead: list = []
+        self._ahead: dict[str, deque] = {kind: deque() for kind in KINDS}
         self._urgent_until = dict.fromkeys(KINDS, -1)  # number up to which pinned requests of the kind are waited for
         self._num_asked = 0
 
     def __iter__(self) -> Iterator:
-        for line in (*self._pinned.values(), self._ahead):
+        for line in (*self._pinned.values(), *self._ahead.values()):
             yield from line
 
     def __bool__(self) -> bool:
@@ -226,18 +226,18 @@ class Requests:
         request.number = self._num_asked
         self._num_asked += 1
         if request.pin:
-            for dropped in [r for r in self._ahead if (r.chunk, r.kind) == (request.chunk, request.kind)]:
-                self._ahead.remove(dropped)
+            for dropped in [each for each in self._ahead[request.kind] if each.chunk == request.chunk]:
+                self._ahead[request.kind].remove(dropped)
                 dropped.is_dropped = True
             if urgent:
                 self._urgent_until[request.kind] = request.number
 
     def put(self, request) -> None:
         """Add a request that must wait."""
-        (self._pinned[request.kind] if request.pin else self._ahead).append(request)
+        self._line_of(request).append(request)
 
     def withdraw(self, request) -> None:
-        line = self._pinned[request.kind] if request.pin else self._ahead
+        line = self._line_of(request)
         if request in line:
             line.remove(request)
 
@@ -255,19 +255,21 @@ class Requests:
     def take_next(self, grant: Callable[[object], bool]):
         """The first request for which grant(request) is true, removed from the waiting requests; None if there is none."""
         blocked: set[str] = set()  # kinds whose first pinned request waits
-        full: set[str] = set()  # kinds without a slot for read-ahead: the first request is used first
         for request in self._in_order():
-            if request.kind in blocked or (request.kind in full and not request.pin) or not grant(request):
-                (blocked if request.pin else full).add(request.kind)
-                continue
-            self.withdraw(request)
-            return request
+            if request.kind not in blocked and grant(request):
+                self.withdraw(request)
+                return request
+            if request.pin:
+                blocked.add(request.kind)
         return None
 
     def _in_order(self) -> list:
-        """The candidates for the next grant: the first pinned request of each kind, and all read-ahead."""
-        waiting = [*(requests[0] for requests in self._pinned.values() if requests), *self._ahead]
+        """The candidates for the next grant: of each kind the first pinned request, and the first read-ahead, which is used first."""
+        waiting = [line[0] for line in (*self._pinned.values(), *self._ahead.values()) if line]
         return sorted(waiting, key=lambda request: (not self.is_urgent(request), request.number))
+
+    def _line_of(self, request) -> deque:
+        return (self._pinned if request.pin else self._ahead)[request.kind]
 
 
 class StatesAhead:

@@ -55,7 +55,7 @@ class NoBytes(TorchDispatchMode):
         return results
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
-        return tensor.nbytes > self._kept_nbytes and tensor.device.type == "cpu"
+        return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > self._kept_nbytes  # also a small view of a large tensor
 
     def _results(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
         """New tensors of the shapes that an operation returns. A result that is an operand is the operand itself."""

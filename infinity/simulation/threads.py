@@ -34,10 +34,11 @@ class SimulatedThread:
         self.waits_for = ""
         self._owner, self._is_alive, self._joining = owner, True, _Line(owner)
         self._thread: threading.Thread | None = None
+        self._creator = threading.get_ident()
 
     @property
     def ident(self) -> int:
-        return self._thread.ident if self._thread is not None else threading.get_ident()
+        return self._thread.ident if self._thread is not None else self._creator  # main runs in the thread of its creator
 
     def begin(self, run: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=functools.partial(self._run, run), name=self.name, daemon=True)

@@ -88,6 +88,7 @@ class _Drives:
 
     def __call__(self, paths, **options) -> SimulatedDrives:
         drives = SimulatedDrives(self._world.threads, rate=self._world.rates.drive)
+        drives.nbytes_per_s = self._world.rates.drive * self._world.num_local  # of the node
         self._world.drives.append(drives)
         return drives
 

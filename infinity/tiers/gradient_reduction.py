@@ -31,12 +31,13 @@ class ReduceScatter:
         self.device = device
         self.events = events
         self.num_begun = 0
+        self._chunks: dict[int, ChunkState] = {}  # with a flat buffer, by index
 
     def insert(self, chunk: ChunkState, piece: Piece, flat_grad: torch.Tensor) -> None:
         """Add a parameter's gradient to the chunk's flat buffer. Each rank's slice has its own place there."""
         unreduced = chunk.gradient.unreduced
         if unreduced.flat is None:
-            unreduced.flat = self._flat(chunk)
+            unreduced.flat, self._chunks[chunk.index] = self._flat(chunk), chunk
         view = chunk.chunk.partition.rows(unreduced.flat)
         numel = chunk.chunk.shard_numel
         done = 0
@@ -51,6 +52,11 @@ class ReduceScatter:
                 view[rank : rank + left // numel, :numel].add_(flat_grad[begin : begin + count].view(-1, numel))
             done += count
         unreduced.used.add(piece.param)
+
+    def waiting(self) -> list[int]:
+        """Indices of the chunks with a gradient of this rank that is not reduced."""
+        self._chunks = {index: chunk for index, chunk in self._chunks.items() if chunk.gradient.unreduced.flat is not None}
+        return list(self._chunks)
 
     def begin(self, chunk: ChunkState) -> tuple[Job, int]:
         """Begin the reduce-scatter of a chunk; a rank without a gradient contributes zeros. All ranks must make this call at the same point.

@@ -5,6 +5,8 @@ Knows the ranks, and the progress of a backward pass. Must not know how gradient
 
 from __future__ import annotations
 
+import torch
+
 from infinity.engine.steps.chunk_updates import ChunkUpdates
 from infinity.errors import UsageError
 from infinity.system.failure_watch import REMEDY
@@ -37,9 +39,10 @@ class GradientReductions:
         """
         if not self.ranks.are_several or not self.course.in_backward:
             return
-        complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in self.chunks]
-        for chunk, is_complete, is_empty in zip(self.chunks, *self._agree(complete, self._empty(), is_over=False)):
-            if is_complete and not is_empty:
+        waiting, _ = self._meet(is_over=False)
+        complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in waiting]
+        for chunk, is_complete in zip(waiting, self.ranks.least(complete) if complete else ()):
+            if is_complete:
                 self._reduce(chunk)
                 self.updates.gradient_complete(chunk)
 
@@ -48,30 +51,25 @@ class GradientReductions:
 
         has_gradients: this rank has brought a gradient. Returns whether any rank has, and the reduced chunks. For several ranks.
         """
-        empty, none_came = self._agree(self._empty(), [not has_gradients] * len(self.chunks), is_over=True)
-        found = [chunk for chunk, is_empty in zip(self.chunks, empty) if not is_empty]
+        found, any_came = self._meet(has_gradients, is_over=True)
         for chunk in found:
             self._reduce(chunk)
-        return not none_came[0], found
+        return any_came, found
 
     def _reduce(self, chunk: ChunkState) -> None:
         self.updates.updater.finish(chunk)  # the new gradient may be of other ranks only: then no arrival has finished the last update
         self.gradients.reduce(chunk)
 
-    def _empty(self) -> list[bool]:
-        return [chunk.gradient.unreduced.flat is None for chunk in self.chunks]
-
-    def _agree(self, *told: list[bool], is_over: bool) -> list[list[int]]:
-        """Returns the logical AND over all ranks of two lists, element by element.
+    def _meet(self, has_gradients: bool = False, *, is_over: bool) -> tuple[list[ChunkState], bool]:
+        """Returns the chunks with a gradient on any rank that is not reduced, in order, and whether any rank has gradients.
 
         Raises UsageError on every rank unless all ranks are at one place of the pass. At one place, they have begun equally many reductions,
         and all or none are at the end. From another place, a rank would get the sum of another chunk's gradient.
         """
-        number = self.gradients.reduce_scatter.num_begun
-        place = number % (1 << 24) * 2 + is_over
-        agreed = self.ranks.least([[told_ + sign * 2 * place for told_ in each] for each, sign in zip(told, (1, -1), strict=True)])
-        first, last = ([sign * (number >> 1) for number in each] for each, sign in zip(agreed, (1, -1)))  # the ranks' places
-        if first != last:
+        number, waiting = self.gradients.reduce_scatter.num_begun, self.gradients.reduce_scatter.waiting()
+        place = number * 2 + is_over
+        last, first, count, any_has = self.ranks.most([place, -place, len(waiting), has_gradients])
+        if last != -first:
             where = "at the end" if is_over else "before an op"
             error = UsageError(
                 f"{self.ranks.name}: the ranks have parted in this backward pass. This rank is {where} after {number} reductions of gradients, "
@@ -79,4 +77,11 @@ class GradientReductions:
             )
             self.ranks.report(error)  # a lane may be in a reduction that the other ranks never join
             raise error
-        return [[number & 1 for number in each] for each in agreed]
+        return [self.chunks[index] for index in self._union(waiting, count)], bool(any_has)
+
+    def _union(self, mine: list[int], count: int) -> list[int]:
+        """The numbers that any rank has, ascending. count: the most numbers of a rank."""
+        if not count:
+            return []
+        padded = torch.tensor(mine + [-1] * (count - len(mine)), device="cpu")
+        return [number for number in self.ranks.all_gather_slices(padded).unique().tolist() if number >= 0]
