@@ -11,6 +11,7 @@ Knows operations of torch. Must not know the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,21 @@ _FACTORIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A result of an operation. operand: the index of the operand that it is, or None."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    operand: int | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, operand: int | None = None) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.nbytes, operand)
+
+
 class NoBytes(TorchDispatchMode):
     """Leaves out the work of large operations, in one thread. spend(flops, nbytes): called for each one, with the bytes of operands and
     results. flops: of products and convolutions, otherwise 0. kept_nbytes: tensors up to this size hold their bytes."""
@@ -35,6 +51,7 @@ class NoBytes(TorchDispatchMode):
     def __init__(self, spend: Callable[[int, int], object], kept_nbytes: int = KEPT_NBYTES):
         super().__init__()
         self._spend, self._kept_nbytes = spend, kept_nbytes
+        self._shapes: dict[tuple, object] = {}  # of the results of earlier operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,16 +76,10 @@ class NoBytes(TorchDispatchMode):
 
     def _results(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
         """New tensors of the shapes that an operation returns. A result that is an operand is the operand itself."""
-        shadows = {id(tensor): _shadow(tensor) for tensor in tensors}
-        on_meta, options = tree_map_only(torch.Tensor, lambda tensor: shadows[id(tensor)], (args, kwargs))
-        if "device" in options:
-            options["device"] = torch.device("meta")
-        operands = {id(shadows[id(tensor)]): tensor for tensor in tensors}
-
-        def real(shadow: torch.Tensor) -> torch.Tensor:
-            return operands[id(shadow)] if id(shadow) in operands else self._empty_as(shadow)
-
-        return tree_map_only(torch.Tensor, real, func(*on_meta, **options))
+        key = func, _key_of(args), _key_of(tuple(kwargs.items()))
+        if key not in self._shapes:
+            self._shapes[key] = _on_meta(func, args, kwargs, tensors)
+        return tree_map_only(_Shape, lambda shape: tensors[shape.operand] if shape.operand is not None else self._empty(shape), self._shapes[key])
 
     def _made(self, func, args: tuple, kwargs: dict) -> torch.Tensor:
         """The result of a factory."""
@@ -76,13 +87,13 @@ class NoBytes(TorchDispatchMode):
         if device is not None and torch.device(device).type != "cpu":
             return func(*args, **kwargs)
         shadow = func(*args, **kwargs | {"device": torch.device("meta")})
-        return func(*args, **kwargs) if shadow.nbytes <= self._kept_nbytes else self._empty_as(shadow)
+        return func(*args, **kwargs) if shadow.nbytes <= self._kept_nbytes else self._empty(_Shape.of(shadow))
 
-    def _empty_as(self, shadow: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape on the CPU: zeros if small, otherwise without bytes."""
-        if shadow.nbytes <= self._kept_nbytes:
-            return torch.zeros(shadow.shape, dtype=shadow.dtype, device="cpu")
-        return torch.empty_strided(shadow.shape, shadow.stride(), dtype=shadow.dtype, device="cpu")
+    def _empty(self, shape: _Shape) -> torch.Tensor:
+        """A tensor on the CPU: zeros if small, otherwise without bytes."""
+        if shape.nbytes <= self._kept_nbytes:
+            return torch.zeros(shape.sizes, dtype=shape.dtype, device="cpu")
+        return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
 
 
 def _written(func, args: tuple, kwargs: dict) -> torch.Tensor | None:
@@ -102,6 +113,20 @@ def _tensors(values: Iterable) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _shadow(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape on the meta device."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _on_meta(func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
+    """The results of an operation as `_Shape`s, found on the meta device. tensors: the operands."""
+    shadows = {id(tensor): torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta") for tensor in tensors}
+    on_meta, options = tree_map_only(torch.Tensor, lambda tensor: shadows[id(tensor)], (args, kwargs))
+    if "device" in options:
+        options["device"] = torch.device("meta")
+    operands = {id(shadows[id(tensor)]): index for index, tensor in enumerate(tensors)}
+    return tree_map_only(torch.Tensor, lambda shadow: _Shape.of(shadow, operands.get(id(shadow))), func(*on_meta, **options))
+
+
+def _key_of(value) -> object:
+    """A value that is equal for arguments with results of equal shapes."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key_of, value))
+    return type(value), value
