@@ -1,7 +1,7 @@
 """A model of a trillion parameters, really made and trained by the engine on a simulated machine: the cost of size itself.
 
-    python bench/trillion.py [--model dense|experts|expert-modules] [--layers 128] [--ranks 8] [--steps 3] [--tokens 2048]
-                             [--device-memory 100GiB] [--host-memory 230GiB] [--drive 6] [--json FILE]
+    python bench/trillion.py [--model dense|experts|expert-modules] [--layers 128] [--ranks 8] [--steps 3] [--tokens 3072]
+                             [--device-memory 100GiB] [--host-memory 230GiB] [--chunk-mib N] [--drive 6] [--json FILE]
 
 `infinity.init` makes the model, the engine registers, packs and plans all of it, and rank 0 trains. Only bytes are missing: an operation takes
 virtual time ([Note: tensors without bytes] in infinity/simulation/no_bytes.py). --drive is a rank's share of the drives in GB/s; the rates of
@@ -135,10 +135,11 @@ def _owner_of(frame) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="dense")
-    for name, default in (("layers", 128), ("ranks", 8), ("steps", 3), ("tokens", 2048)):
+    for name, default in (("layers", 128), ("ranks", 8), ("steps", 3), ("tokens", 3072)):
         parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--device-memory", type=nbytes_of, default="100GiB")
     parser.add_argument("--host-memory", type=nbytes_of, default="230GiB", help="of a rank")
+    parser.add_argument("--chunk-mib", type=positive_float, help="by default the engine chooses")
     parser.add_argument("--drive", type=positive_float, default=6.0, help="GB/s of a rank")
     options = parse(parser)
     sys.setswitchinterval(SAMPLE_S / 10)
@@ -173,6 +174,7 @@ def open_model(options: argparse.Namespace, world: World, directory: str) -> lis
         device_memory=options.device_memory,
         host_memory=options.host_memory,
         compression="off",
+        chunk_mib=options.chunk_mib,
     )
     with measured("init"), infinity.init(config):
         torch.set_default_dtype(torch.bfloat16)

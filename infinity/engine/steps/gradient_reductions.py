@@ -84,4 +84,4 @@ class GradientReductions:
         if not count:
             return []
         padded = torch.tensor(mine + [-1] * (count - len(mine)), device="cpu")
-        return [number for number in self.ranks.all_gather_slices(padded).unique().tolist() if number >= 0]
+        return sorted(set(self.ranks.all_gather_slices(padded).tolist()) - {-1})
