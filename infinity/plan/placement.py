@@ -54,6 +54,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import BudgetError
+from infinity.formats.format import Format
 from infinity.plan.host_memory import Guests, Shared, exact, share_out
 from infinity.plan.memory_needs import PAGE_NBYTES, Budgets, Candidate, Needs, gradient_nbytes
 from infinity.plan.packing import Chunk, Layout, Span
@@ -421,9 +422,13 @@ def _largest_on_device(chunk: Chunk, record: Record) -> int:
     """Bytes of states and gradient of the largest shard: all ranks decide alike about the device."""
     if not chunk.trainable:
         return 0
-    numel = chunk.shard_used(0)
-    states = sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in record.format.state_segments)
-    return states + _gradient_on_device(chunk)
+    return _states_nbytes(record.format, chunk.shard_used(0)) + _gradient_on_device(chunk)
+
+
+@functools.lru_cache(4096)  # a model has few different chunks
+def _states_nbytes(format: Format, numel: int) -> int:
+    """Bytes of the states of so many elements on the device."""
+    return sum(round_up(segment.nbytes(numel), PAGE_NBYTES) for segment in format.state_segments)
 
 
 def _gradient_on_device(chunk: Chunk) -> int:

@@ -168,8 +168,13 @@ class HostCache:
 
     def farthest(self, state: HostState, counts: Callable[[object], bool] = lambda chunk: True) -> Entry | None:
         """The entry with the farthest next use among unpinned entries of this state that borrow a slot. counts(chunk): a condition."""
-        found = [entry for entry in self._unpinned(state) if counts(entry.chunk)]
-        return max(found, key=lambda entry: self.next_use(entry.chunk), default=None)
+        found = farthest = None
+        for entry in self._unpinned(state):
+            if counts(entry.chunk):
+                use = self.next_use(entry.chunk)
+                if found is None or use > farthest:
+                    found, farthest = entry, use
+        return found
 
     def _unpinned(self, *states: HostState) -> list[Entry]:
         """The entries without pins in these states."""

@@ -104,7 +104,12 @@ def nvme_nbytes(placement: Placement, record: Record, kind: str, index: int, *, 
     if kind == GRADIENTS or not (compresses or placement.pool_nbytes):
         return nbytes, nbytes
     late = placement.in_slots[kind][index] > nbytes
-    return moved_nbytes(record.of(kind, late=late), placement.num_late, codes=compresses, pools=placement.pool_nbytes > 0)
+    return _moved_nbytes(record, kind, late, placement.num_late, compresses, placement.pool_nbytes > 0)
+
+
+@functools.lru_cache(4096)  # a model has few different records
+def _moved_nbytes(record: Record, kind: str, late: bool, num_late: int, codes: bool, pools: bool) -> tuple[int, int]:
+    return moved_nbytes(record.of(kind, late=late), num_late, codes=codes, pools=pools)
 
 
 def _guests(
