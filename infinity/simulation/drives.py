@@ -49,12 +49,14 @@ class SimulatedTransfer:
 
 
 class SimulatedDrives:
-    """Drives that work in order, as one, at a rate in bytes/s. busy_seconds: of all transfers so far. free_at: the end
-    of the last transfer."""
+    """A rank's share of the drives, which works in order, at a rate in bytes/s. num_local: ranks of the node, each with such a share.
 
-    def __init__(self, world: SimulatedThreads, *, rate: float, latency_s: float = 1e-4):
+    busy_seconds: of all transfers so far. free_at: the end of the last transfer.
+    """
+
+    def __init__(self, world: SimulatedThreads, *, rate: float, latency_s: float = 1e-4, num_local: int = 1):
         self.world, self.rate, self.latency_s = world, rate, latency_s
-        self.nbytes_per_s = rate
+        self.nbytes_per_s = rate * num_local
         self.read_nbytes = self.write_nbytes = 0
         self.busy_seconds = 0.0
         self.free_at = 0.0

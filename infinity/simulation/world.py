@@ -87,8 +87,7 @@ class _Drives:
         self._world = world
 
     def __call__(self, paths, **options) -> SimulatedDrives:
-        drives = SimulatedDrives(self._world.threads, rate=self._world.rates.drive)
-        drives.nbytes_per_s = self._world.rates.drive * self._world.num_local  # of the node
+        drives = SimulatedDrives(self._world.threads, rate=self._world.rates.drive, num_local=self._world.num_local)
         self._world.drives.append(drives)
         return drives
 
