@@ -4,15 +4,15 @@
                              [--device-memory 100GiB] [--host-memory 230GiB] [--chunk-mib N] [--drive 6] [--json FILE]
 
 `infinity.init` makes the model, the engine registers, packs and plans all of it, and rank 0 trains. Only bytes are missing: an operation takes
-virtual time ([Note: tensors without bytes] in infinity/simulation/no_bytes.py). --drive is a rank's share of the drives in GB/s; the rates of
-other links are those of an H200 in the file of `infinity plan --machine h200x8`.
+virtual time ([Note: tensors without bytes] in infinity/simulation/no_bytes.py). --drive is a rank's share of the drives in GB/s. All ranks are on
+one node. Products, collectives and updates have the rates of `infinity plan --machine h200x8`. Copies to the device have that of updates.
 
-The rows show seconds on this machine and the process's peak memory. Of each step they also show virtual seconds, and the CPU seconds of the
-engine's own Python: the share of samples in which the innermost code of the engine, PyTorch, the model or the simulation is the engine's,
-times the CPU seconds of the process. The exit status is 1 if a step moves no bytes on NVMe.
+The rows show seconds on this machine and the process's peak memory. Each step also has its virtual seconds, and the CPU seconds of the engine's
+own Python. These are estimated from samples: the share in which the innermost code is the engine's, and not that of PyTorch, the model or the
+simulation. The exit status is 1 if a step moves no bytes on NVMe.
 
-Models: dense is a GPT with 12 H^2 parameters a layer. The others have 384 experts a layer, of which a token takes 8; experts has one tensor for
-each of the three matrices of a layer, expert-modules one module for each expert.
+Models: dense is a GPT with 12 H^2 parameters a layer. The others have 384 experts a layer, of which a token takes 8. With `experts`, each of the
+three matrices of a layer is one tensor for all experts. With `expert-modules`, each expert is a module. --tokens is a multiple of 48 for both.
 """
 
 import argparse
@@ -142,14 +142,21 @@ def main() -> int:
     parser.add_argument("--chunk-mib", type=positive_float, help="by default the engine chooses")
     parser.add_argument("--drive", type=positive_float, default=6.0, help="GB/s of a rank")
     options = parse(parser)
+    if options.tokens % (NUM_EXPERTS // NUM_CHOSEN):
+        parser.error(f"--tokens {options.tokens}: expected a multiple of {NUM_EXPERTS // NUM_CHOSEN}, so that all experts have equally many")
+    if options.plot:
+        parser.error("--plot: this bench draws nothing")
     sys.setswitchinterval(SAMPLE_S / 10)
-    rates = Rates(flops=600e12, device=4e12, host=50e9, collective=260e9, drive=options.drive * 1e9)
-    world = World(rates, world=options.ranks, room_nbytes=int(61e12))
+    rates = Rates(flops=600e12, device=4e12, host=28e9, collective=260e9, drive=options.drive * 1e9)
+    world = World(rates, num_ranks=options.ranks, room_nbytes=int(61e12))
     with tempfile.TemporaryDirectory() as directory:
         rows = world.run(lambda: open_model(options, world, directory))
     if options.json:
         output.write_json(options.json, {"options": given(options), "rows": rows})
-    return 0 if all(row["NVMe GB"] for row in rows if row["part"].startswith("step")) else 1
+    if not all(row["NVMe GB"] for row in rows if row["part"].startswith("step")):
+        print("a step moved no bytes on NVMe: lower --host-memory")
+        return 1
+    return 0
 
 
 def open_model(options: argparse.Namespace, world: World, directory: str) -> list[dict]:
@@ -182,18 +189,16 @@ def open_model(options: argparse.Namespace, world: World, directory: str) -> lis
         torch.set_default_dtype(torch.float32)
     with measured("optimizer"):
         optimizer = infinity.AdamW(model.parameters(), lr=1e-5)
-    engine = infinity.engine_of(model)
-    registry = engine.registry
-    num = sum(state.numel for state in registry.params)
-    print(f"{num:,} parameters in {len(registry.params):,} tensors, {len(registry.chunks):,} chunks, {len(registry.spans):,} spans", flush=True)
-    tokens = torch.zeros(1, options.tokens, dtype=torch.int64)
-    for step in range(options.steps):
-        with measured(f"step {step + 1}"):
-            model(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    with measured("close"):
-        engine.close()
+    with infinity.engine_of(model) as engine:
+        registry = engine.registry
+        num = sum(state.numel for state in registry.params)
+        print(f"{num:,} parameters in {len(registry.params):,} tensors, {len(registry.chunks):,} chunks, {len(registry.spans):,} spans", flush=True)
+        tokens = torch.zeros(1, options.tokens, dtype=torch.int64)
+        for step in range(options.steps):
+            with measured(f"step {step + 1}"):
+                model(tokens, tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
     return rows
 
 

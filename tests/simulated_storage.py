@@ -27,7 +27,7 @@ class SimulatedStorage(SimulatedDrives):
         self.fails, self.num_transfers = fails, 0
         self.log = []  # (what, op, bytes, end) of each transfer
 
-    def allocate(self, nbytes):
+    def extent(self, nbytes):
         return ExtentWithBytes(nbytes)
 
     def read(self, extent, buffer, *, offset=0, priority=0, what=""):

@@ -187,7 +187,7 @@ def _call_kernel(
     """Call the kernel in C. weights: weight and residual. stores: the parts that change."""
     tensors = (*weights, *moments, *([None, None] if len(moments) == 2 else []), grad)
     host_bytes.work(
-        grad.nbytes,
+        sum(tensor.nbytes for tensor in tensors if tensor is not None),
         _adam.adam,
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         grad.numel(),
@@ -247,7 +247,7 @@ def split_master(
     _check(residual, "residual", torch.int16, like=master)
     if master.device.type == "cpu":
         pointers = master.data_ptr(), weight.data_ptr(), residual.data_ptr()
-        host_bytes.work(master.nbytes, _adam.split, *pointers, master.numel(), threads)
+        host_bytes.work(2 * master.nbytes, _adam.split, *pointers, master.numel(), threads)
     else:
         _split_torch(master, weight, residual)
     return weight, residual
@@ -264,7 +264,7 @@ def join_master(
     _check(out, "out", torch.float32, like=weight)
     if weight.device.type == "cpu":
         pointers = weight.data_ptr(), residual.data_ptr(), out.data_ptr()
-        host_bytes.work(weight.nbytes, _adam.join, *pointers, weight.numel(), threads)
+        host_bytes.work(4 * weight.nbytes, _adam.join, *pointers, weight.numel(), threads)
     else:
         out.copy_(_join_torch(weight, residual))
     return out
@@ -276,7 +276,7 @@ def accumulate_(dst: torch.Tensor, src: torch.Tensor, first: bool, *, threads: i
     _check(src, "src", *_GRAD_DTYPES, torch.float16, like=dst)
     if dst.device.type == "cpu" and src.dtype != torch.float16:
         is_fp32 = src.dtype == torch.float32
-        host_bytes.work(dst.nbytes, _adam.accumulate, dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
+        host_bytes.work(dst.nbytes + src.nbytes, _adam.accumulate, dst.data_ptr(), src.data_ptr(), dst.numel(), is_fp32, first, threads)
         return dst
     return dst.copy_(src) if first else dst.add_(src)
 

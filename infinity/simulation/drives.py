@@ -5,9 +5,11 @@ Knows extents, transfers and the interface of infinity/system/storage.py. Must n
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
+from infinity.errors import SwapError
 from infinity.simulation.threads import SimulatedThreads
 from infinity.system.threads import now, threads
 
@@ -50,25 +52,35 @@ class SimulatedTransfer:
 
 class SimulatedDrives:
     """A rank's share of the drives, which works in order, at a rate in bytes/s. num_local: ranks of the node, each with such a share.
+    room_nbytes: of the share.
 
     busy_seconds: of all transfers so far. free_at: the end of the last transfer.
     """
 
-    def __init__(self, world: SimulatedThreads, *, rate: float, latency_s: float = 1e-4, num_local: int = 1):
-        self.world, self.rate, self.latency_s = world, rate, latency_s
+    def __init__(self, threads: SimulatedThreads, *, rate: float, latency_s: float = 1e-4, num_local: int = 1, room_nbytes: int = 1 << 60):
+        self.threads, self.rate, self.latency_s, self.room_nbytes = threads, rate, latency_s, room_nbytes
+        self._allocated_nbytes = 0
         self.nbytes_per_s = rate * num_local
         self.read_nbytes = self.write_nbytes = 0
         self.busy_seconds = 0.0
         self.free_at = 0.0
 
     def allocate(self, nbytes: int) -> SimulatedExtent:
+        extent = self.extent(nbytes)
+        self._allocated_nbytes += extent.nbytes
+        return extent
+
+    def extent(self, nbytes: int) -> SimulatedExtent:
         return SimulatedExtent(nbytes)
 
     def extend(self, nbytes: int) -> SimulatedExtent:
-        return self.allocate(nbytes)
+        extent = self.allocate(nbytes)
+        self.reserve()
+        return extent
 
     def reserve(self) -> None:
-        """There is room."""
+        if self._allocated_nbytes > self.room_nbytes:
+            raise SwapError(errno.ENOSPC, f"{self._allocated_nbytes} bytes of extents, but room for {self.room_nbytes}", "simulated")
 
     def read(self, extent, buffer, *, offset: int = 0, priority: int = 0, what: str = "") -> SimulatedTransfer:
         self.read_nbytes += len(buffer)
@@ -84,7 +96,7 @@ class SimulatedDrives:
         seconds = self.latency_s + nbytes / self.rate
         self.free_at = max(self.free_at, now()) + seconds
         self.busy_seconds += seconds
-        self.world.call_after(self.free_at - now(), transfer.end)
+        self.threads.call_after(self.free_at - now(), transfer.end)
         return transfer
 
     def path_of(self, extent) -> Path:

@@ -6,7 +6,8 @@ Knows operations of torch. Must not know the engine.
 # [Note: tensors without bytes]
 # Tensors stay on the CPU, so the engine sees addresses, storages and views as usual. Their memory comes from malloc or mmap and is never
 # touched, so no pages exist. An operation with a large operand runs on the meta device, which tells the shapes of the results. Views run as
-# usual, and so do operations whose operands are all small: losses, flags, norms, hyper-parameters. Small results of large operands are zeros.
+# usual, and so do operations whose operands are all small: losses, flags, norms, hyper-parameters. A small view of a large tensor is small.
+# Small results of large operands are zeros. Not simulated: an operation that asks a large tensor for a value, and out= of another shape.
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class NoBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _FACTORIES:
             return self._made(func, args, kwargs)
-        if func.is_view:
+        if func.is_view or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._is_large, tensors)):
@@ -72,14 +73,14 @@ class NoBytes(TorchDispatchMode):
         return results
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() > self._kept_nbytes  # also a small view of a large tensor
+        return tensor.nbytes > self._kept_nbytes and tensor.device.type == "cpu"
 
     def _results(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
         """New tensors of the shapes that an operation returns. A result that is an operand is the operand itself."""
         key = func, _key_of(args), _key_of(tuple(kwargs.items()))
         if key not in self._shapes:
             self._shapes[key] = _on_meta(func, args, kwargs, tensors)
-        return tree_map_only(_Shape, lambda shape: tensors[shape.operand] if shape.operand is not None else self._empty(shape), self._shapes[key])
+        return tree_map_only(_Shape, lambda shape: self._empty(shape) if shape.operand is None else tensors[shape.operand], self._shapes[key])
 
     def _made(self, func, args: tuple, kwargs: dict) -> torch.Tensor:
         """The result of a factory."""
@@ -92,7 +93,7 @@ class NoBytes(TorchDispatchMode):
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
         if shape.nbytes <= self._kept_nbytes:
-            return torch.zeros(shape.sizes, dtype=shape.dtype, device="cpu")
+            return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu").zero_()
         return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
 
 

@@ -14,7 +14,10 @@ from infinity.system.ranks import Ranks
 
 
 class SimulatedRanks(Ranks):
-    """Rank 0 of `world` equal ranks. spend(nbytes): called with the bytes that this rank sends or receives in a collective."""
+    """Rank 0 of `world` equal ranks, num_local of them on this node. spend(nbytes): called with the bytes that this rank receives in a collective.
+
+    Peers post nothing, so no checkpoint of several ranks is simulated.
+    """
 
     def __init__(self, device: torch.device, *, world: int, num_local: int, spend: Callable[[int], object]):
         super().__init__(device)
@@ -30,7 +33,7 @@ class SimulatedRanks(Ranks):
 
     def reduce_scatter(self, flat, what):
         self._spend(flat.nbytes * (self.world - 1) // self.world)
-        return torch.empty(flat.numel() // self.world, dtype=flat.dtype, device=flat.device)
+        return flat.view(self.world, -1)[self.rank]  # with the numbers that tell which parameters have gradients
 
     def sum_(self, tensor):
         return tensor.mul_(self.world)

@@ -64,8 +64,12 @@ class SimulatedThread:
 
 
 class SimulatedThreads:
-    """seed: of the order in which threads run; None: in the order in which threads become able to run. around(): a context in which each started thread works. Use: `with using(simulated):
-    simulated.run(main)`."""
+    """seed: of the order in which threads run; None: in the order in which threads become able to run. around(): a context in which each started
+    thread works.
+
+        with using(simulated):
+            simulated.run(main)
+    """
 
     glance_s = None  # no notification is lost
 
@@ -79,12 +83,16 @@ class SimulatedThreads:
         self._all: list[SimulatedThread] = []
         self._main: SimulatedThread | None = None
         self._deadlock = ""
+        self._is_over = False
 
     def run(self, main: Callable[[], object]) -> object:
         """Run a function as the first simulated thread, in the thread of the caller. Returns the result. Raises Deadlock."""
         self.running = self._main = SimulatedThread(self, "main")
         self._all.append(self._main)
-        return main()
+        try:
+            return main()
+        finally:
+            self._is_over = True
 
     def now(self) -> float:
         return self._now
@@ -127,7 +135,9 @@ class SimulatedThreads:
         self._ready.append(thread)
 
     def block(self, what: str) -> None:
-        """Wait until `wake` is called for this thread. what: the awaited thing, in words."""
+        """Wait until `wake` is called for this thread. what: the awaited thing, in words. Raises RuntimeError after the end of `run`."""
+        if self._is_over:
+            raise RuntimeError(f"waits for {what}, but the simulation has ended: close every engine inside")
         me, me.waits_for = self.running, what
         self.hand_over()
         me.baton.acquire()

@@ -6,6 +6,7 @@ Knows the replaceable parts of system/. Must not know plans or tiers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from infinity.system.threads import using
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank. flops: floating-point operations/s of the device. device, host, collective, drive: bytes/s of an operation in device
-    memory, of work in host memory, of an exchange between ranks, and of a rank's share of the drives."""
+    """Rates of one rank. flops: floating-point operations/s of the device. The others are bytes/s. device: of an operation in device memory. host:
+    of work in host memory, such as updates and copies to the device. collective: of an exchange between ranks. drive: of a rank's share of
+    the drives.
+    """
 
     flops: float = 400e12
     device: float = 2e12
@@ -31,16 +34,32 @@ class Rates:
     collective: float = 100e9
     drive: float = 3e9
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name}={getattr(self, field.name)!r}: expected a number above 0")
+
 
 class World:
-    """A simulated machine. world, num_local: ranks, and ranks of this node. room_nbytes: of the drives of a node. seed: of the order of
-    threads; None: in the order in which threads become able to run.
+    """A simulated machine. num_ranks: all on one node. room_nbytes: of the node's drives. seed: of the order of threads; None: in the order in
+    which threads become able to run. kept_nbytes: tensors up to this size hold their bytes.
 
-    `run(main)` runs a program, which makes and trains a model as usual, on the CPU. Tensors have no bytes: losses are arbitrary.
+    `run(main)` runs one program, once. The program makes and trains a model as usual, on the CPU, and closes its engines. Tensors have no
+    bytes: losses are arbitrary. Checkpoints are not simulated, because their threads are real.
     """
 
-    def __init__(self, rates: Rates, *, world: int = 1, num_local: int | None = None, room_nbytes: int = 1 << 50, seed: int | None = None, kept_nbytes: int = KEPT_NBYTES):
-        self.rates, self.world, self.num_local = rates, world, num_local or world
+    def __init__(
+        self,
+        rates: Rates,
+        *,
+        num_ranks: int = 1,
+        room_nbytes: int = 1 << 50,
+        seed: int | None = None,
+        kept_nbytes: int = KEPT_NBYTES,
+    ):
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks}: expected 1 or more")
+        self.rates, self.num_ranks = rates, num_ranks
         self.room_nbytes, self.kept_nbytes = room_nbytes, kept_nbytes
         self.threads = SimulatedThreads(seed, around=self._host_operations)
         self.drives: list[SimulatedDrives] = []  # of each engine so far
@@ -52,7 +71,7 @@ class World:
             undo.enter_context(using(self.threads))
             undo.enter_context(host_bytes.using(_NoHostBytes(self)))
             undo.callback(use_storage, use_storage(_Drives(self)))
-            make_ranks = functools.partial(SimulatedRanks, world=self.world, num_local=self.num_local, spend=self._exchange)
+            make_ranks = functools.partial(SimulatedRanks, world=self.num_ranks, num_local=self.num_ranks, spend=self._exchange)
             undo.callback(use_ranks, use_ranks(make_ranks))
             with NoBytes(self._compute, self.kept_nbytes):
                 return self.threads.run(main)
@@ -87,7 +106,9 @@ class _Drives:
         self._world = world
 
     def __call__(self, paths, **options) -> SimulatedDrives:
-        drives = SimulatedDrives(self._world.threads, rate=self._world.rates.drive, num_local=self._world.num_local)
+        world, num_local = self._world, self._world.num_ranks
+        room_nbytes = world.room_nbytes // num_local
+        drives = SimulatedDrives(world.threads, rate=world.rates.drive, num_local=num_local, room_nbytes=room_nbytes)
         self._world.drives.append(drives)
         return drives
 

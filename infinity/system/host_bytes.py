@@ -25,7 +25,7 @@ class HostBytes:
 
 
 class NoHostBytes(HostBytes):
-    """Addresses without pages. Only work on few bytes is done: sums of losses, flags, hyper-parameters."""
+    """Addresses without pages. Work on more than kept_nbytes is left out."""
 
     map_flags = HostBytes.map_flags | _MAP_NORESERVE
 
@@ -45,7 +45,7 @@ def map_flags() -> int:
 
 
 def work(nbytes: int, function: Callable[..., Result], *arguments) -> Result | None:
-    """function(*arguments), which reads or writes so many bytes of host memory. None if host memory holds no bytes."""
+    """function(*arguments). nbytes: of the tensors and buffers that it reads or writes. Returns None if the work is left out."""
     return _current.work(nbytes, function, *arguments)
 
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from infinity.simulation.threads import Deadlock, SimulatedThreads
 from infinity.system.failure import FirstFailure
 from infinity.system.lanes import Lane
-from infinity.simulation.threads import Deadlock, SimulatedThreads
 from infinity.system.threads import monitor, now, threads, using
 
 NUM_SEEDS = 300
