@@ -122,17 +122,23 @@ def test_drives_without_room_are_refused(tmp_path):
 
 
 def test_an_engine_left_open_does_not_hang(tmp_path):
-    world = World(Rates())
-
-    def fail():
-        with infinity.init(infinity.Config(device="cpu", swap_dirs=tmp_path, verbose=False)):
-            model = make()
-        infinity.AdamW(model.parameters())
-        return infinity.engine_of(model)
-
-    engine = world.run(fail)
-    with pytest.raises(RuntimeError, match="the simulation has ended"):
-        engine.close()
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from test_world import Rates, World, infinity, make
+def main():
+    with infinity.init(infinity.Config(device="cpu", swap_dirs={str(tmp_path)!r}, verbose=False)):
+        model = make()
+    infinity.AdamW(model.parameters())
+    return model
+model = World(Rates()).run(main)
+try:
+    infinity.engine_of(model).close()
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert "the simulation has ended: close every engine inside" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_model_larger_than_memory_takes_no_memory(tmp_path):
