@@ -39,7 +39,7 @@ class GradientReductions:
         """
         if not self.ranks.are_several or not self.course.in_backward:
             return
-        waiting, _ = self._meet(is_over=False)
+        waiting, _ = self._waiting_on_any_rank(is_over=False)
         complete = [not chunk.gradient.missing and not chunk.span.handles for chunk in waiting]
         for chunk, is_complete in zip(waiting, self.ranks.least(complete) if complete else ()):
             if is_complete:
@@ -51,7 +51,7 @@ class GradientReductions:
 
         has_gradients: this rank has brought a gradient. Returns whether any rank has, and the reduced chunks. For several ranks.
         """
-        found, any_came = self._meet(has_gradients, is_over=True)
+        found, any_came = self._waiting_on_any_rank(has_gradients, is_over=True)
         for chunk in found:
             self._reduce(chunk)
         return any_came, found
@@ -60,7 +60,7 @@ class GradientReductions:
         self.updates.updater.finish(chunk)  # the new gradient may be of other ranks only: then no arrival has finished the last update
         self.gradients.reduce(chunk)
 
-    def _meet(self, has_gradients: bool = False, *, is_over: bool) -> tuple[list[ChunkState], bool]:
+    def _waiting_on_any_rank(self, has_gradients: bool = False, *, is_over: bool) -> tuple[list[ChunkState], bool]:
         """Returns the chunks with a gradient on any rank that is not reduced, in order, and whether any rank has gradients.
 
         Raises UsageError on every rank unless all ranks are at one place of the pass. At one place, they have begun equally many reductions,
@@ -77,9 +77,9 @@ class GradientReductions:
             )
             self.ranks.report(error)  # a lane may be in a reduction that the other ranks never join
             raise error
-        return [self.chunks[index] for index in self._union(waiting, count)], bool(any_has)
+        return [self.chunks[index] for index in self._indices_of_all_ranks(waiting, count)], bool(any_has)
 
-    def _union(self, mine: list[int], count: int) -> list[int]:
+    def _indices_of_all_ranks(self, mine: list[int], count: int) -> list[int]:
         """The numbers that any rank has, ascending. count: the most numbers of a rank."""
         if not count:
             return []
