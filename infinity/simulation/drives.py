@@ -11,14 +11,14 @@ from pathlib import Path
 
 from infinity.errors import SwapError
 from infinity.simulation.threads import SimulatedThreads
+from infinity.sizes import round_up
+from infinity.system.swap_directory import ALIGNMENT
 from infinity.system.threads import now, threads
-
-ALIGNMENT = 4096
 
 
 class SimulatedExtent:
     def __init__(self, nbytes: int):
-        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = round_up(nbytes, ALIGNMENT)
 
 
 class SimulatedTransfer:
@@ -54,7 +54,7 @@ class SimulatedDrives:
     """A rank's share of the drives, which works in order, at a rate in bytes/s. num_local: ranks of the node, each with such a share.
     room_nbytes: of the share.
 
-    busy_seconds: of all transfers so far. free_at: the end of the last transfer.
+    free_at: the end of the last transfer.
     """
 
     def __init__(self, threads: SimulatedThreads, *, rate: float, latency_s: float = 1e-4, num_local: int = 1, room_nbytes: int = 1 << 60):
@@ -62,7 +62,6 @@ class SimulatedDrives:
         self._allocated_nbytes = 0
         self.nbytes_per_s = rate * num_local
         self.read_nbytes = self.write_nbytes = 0
-        self.busy_seconds = 0.0
         self.free_at = 0.0
 
     def allocate(self, nbytes: int) -> SimulatedExtent:
@@ -95,7 +94,6 @@ class SimulatedDrives:
         transfer = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish)
         seconds = self.latency_s + nbytes / self.rate
         self.free_at = max(self.free_at, now()) + seconds
-        self.busy_seconds += seconds
         self.threads.call_after(self.free_at - now(), transfer.end)
         return transfer
 

@@ -92,9 +92,8 @@ class NoBytes(TorchDispatchMode):
 
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
-        if shape.nbytes <= self._kept_nbytes:
-            return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu").zero_()
-        return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
+        made = torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
+        return made.zero_() if shape.nbytes <= self._kept_nbytes else made
 
 
 def _written(func, args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from infinity.simulation.drives import SimulatedDrives
 from infinity.simulation.no_bytes import KEPT_NBYTES, NoBytes
 from infinity.simulation.ranks import SimulatedRanks
 from infinity.simulation.threads import SimulatedThreads
-from infinity.system import host_bytes
+from infinity.system.host_bytes import HostBytes, use_host_bytes
 from infinity.system.ranks import use_ranks
 from infinity.system.storage import use_storage
 from infinity.system.threads import using
@@ -69,9 +70,9 @@ class World:
         """main() in this world, as the training thread. Returns the result. Raises `Deadlock`."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(using(self.threads))
-            undo.enter_context(host_bytes.using(_NoHostBytes(self)))
+            undo.callback(use_host_bytes, use_host_bytes(_NoHostBytes(self)))
             undo.callback(use_storage, use_storage(_Drives(self)))
-            make_ranks = functools.partial(SimulatedRanks, world=self.num_ranks, num_local=self.num_ranks, spend=self._exchange)
+            make_ranks = functools.partial(SimulatedRanks, world=self.num_ranks, spend=self._exchange)
             undo.callback(use_ranks, use_ranks(make_ranks))
             with NoBytes(self._compute, self.kept_nbytes):
                 return self.threads.run(main)
@@ -88,15 +89,18 @@ class World:
         self.threads.sleep(nbytes / self.rates.collective)
 
 
-class _NoHostBytes(host_bytes.NoHostBytes):
+class _NoHostBytes(HostBytes):
+    """Addresses without pages. Work on many bytes takes time and is left out."""
+
+    map_flags = HostBytes.map_flags | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
+
     def __init__(self, world: World):
-        super().__init__(world.kept_nbytes)
         self._world = world
 
     def work(self, nbytes, function, *arguments):
-        if nbytes > self.kept_nbytes:
-            self._world.threads.sleep(nbytes / self._world.rates.host)
-        return super().work(nbytes, function, *arguments)
+        if nbytes <= self._world.kept_nbytes:
+            return function(*arguments)
+        self._world.threads.sleep(nbytes / self._world.rates.host)
 
 
 class _Drives:

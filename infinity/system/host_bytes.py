@@ -5,14 +5,11 @@ Knows sizes. Must not know the meaning of the bytes. A simulation without bytes 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
 
 
 class HostBytes:
@@ -22,18 +19,6 @@ class HostBytes:
 
     def work(self, nbytes: int, function: Callable[..., Result], *arguments) -> Result:
         return function(*arguments)
-
-
-class NoHostBytes(HostBytes):
-    """Addresses without pages. Work on more than kept_nbytes is left out."""
-
-    map_flags = HostBytes.map_flags | _MAP_NORESERVE
-
-    def __init__(self, kept_nbytes: int):
-        self.kept_nbytes = kept_nbytes
-
-    def work(self, nbytes, function, *arguments):
-        return function(*arguments) if nbytes <= self.kept_nbytes else None
 
 
 _current = HostBytes()
@@ -49,12 +34,8 @@ def work(nbytes: int, function: Callable[..., Result], *arguments) -> Result | N
     return _current.work(nbytes, function, *arguments)
 
 
-@contextlib.contextmanager
-def using(other: HostBytes) -> Iterator[None]:
-    """Inside the block, host memory is another one. No engine may be open."""
+def use_host_bytes(other: HostBytes) -> HostBytes:
+    """Let work from now on go to another host memory. No engine may be open. Returns the one that was in use before."""
     global _current
     before, _current = _current, other
-    try:
-        yield
-    finally:
-        _current = before
+    return before
