@@ -3,11 +3,13 @@
 import contextlib
 import errno
 
+import aio_ext
 from infinity.errors import SwapError
 from infinity.simulation.drives import SimulatedDrives, SimulatedExtent
+from infinity.simulation.links import Links
 from infinity.simulation.threads import SimulatedThreads
 from infinity.system.storage import use_storage
-from infinity.system.threads import using
+from infinity.system.threads import now, using
 
 UNREAD = 0xA5  # fills the buffer of a read until the end of the read
 
@@ -22,15 +24,14 @@ class SimulatedStorage(SimulatedDrives):
     """fails(number): whether transfer `number` fails."""
 
     def __init__(self, world, *, fails=lambda number: False, rate=1e9, latency_s=1e-4):
-        super().__init__(world, rate=rate, latency_s=latency_s)
-        self.nbytes_per_s = 0.0  # not measured
+        super().__init__(world, Links(world), read=rate, write=rate, latency_s=latency_s)
         self.fails, self.num_transfers = fails, 0
         self.log = []  # (what, op, bytes, end) of each transfer
 
     def extent(self, nbytes):
         return ExtentWithBytes(nbytes)
 
-    def read(self, extent, buffer, *, offset=0, priority=0, what=""):
+    def read(self, extent, buffer, *, offset=0, priority=aio_ext.PREFETCH, what=""):
         buffer[:] = bytes([UNREAD]) * len(buffer)
 
         def move():
@@ -38,9 +39,9 @@ class SimulatedStorage(SimulatedDrives):
             buffer[:] = extent.memory[offset : offset + len(buffer)]
 
         self.read_nbytes += len(buffer)
-        return self._begin("read", buffer, what, move)
+        return self._begin("read", extent, buffer, what, move, priority)
 
-    def write(self, extent, buffer, *, offset=0, priority=0, what=""):
+    def write(self, extent, buffer, *, offset=0, priority=aio_ext.WRITE, what=""):
         given = bytes(buffer)
 
         def move():
@@ -48,13 +49,14 @@ class SimulatedStorage(SimulatedDrives):
             extent.memory[offset : offset + len(buffer)] = given
 
         self.write_nbytes += len(buffer)
-        return self._begin("write", buffer, what, move)
+        return self._begin("write", extent, buffer, what, move, priority)
 
-    def _begin(self, op, buffer, what, move):
+    def _begin(self, op, extent, buffer, what, move, priority):
         number, fails = self.num_transfers, self.fails(self.num_transfers)
         self.num_transfers += 1
 
         def finish():
+            self.log.append((what, op, len(buffer), now()))
             if fails:
                 return SwapError(errno.EIO, f"{what}transfer {number} fails", "simulated")
             try:
@@ -63,9 +65,7 @@ class SimulatedStorage(SimulatedDrives):
                 return error
             return None
 
-        transfer = self.begin(op, len(buffer), finish)
-        self.log.append((what, op, len(buffer), self.free_at))
-        return transfer
+        return self.begin(op, extent, len(buffer), finish, priority)
 
 
 @contextlib.contextmanager

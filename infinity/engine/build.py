@@ -27,8 +27,8 @@ from infinity.plan.packing import Layout
 from infinity.plan.record import GRADIENTS, KINDS, STATES, WEIGHTS, Record
 from infinity.plan.slots import HostCache
 from infinity.plan.tiers import Tier, leaves_device, tier_of, with_capacities
+from infinity.system import capacity
 from infinity.system.arena import PAGE_NBYTES, Arena, Slots
-from infinity.system.capacity import host_free_nbytes
 from infinity.system.events import Events
 from infinity.system.failure import FirstFailure
 from infinity.system.freed_memory import Freed, keep_freed_memory
@@ -38,6 +38,7 @@ from infinity.system.mapped import ReadAhead
 from infinity.system.progress import Progress, ignore
 from infinity.system.ranks import Ranks
 from infinity.system.storage import Extent, StorageTier, make_storage, room_nbytes
+from infinity.system.streams import has_streams, kind_of, new_stream
 from infinity.system.swap_owner import reclaim
 from infinity.system.threads import monitor
 from infinity.tiers.activations import Activations
@@ -142,15 +143,15 @@ def assemble(
     device_budget, host_budget = budgets(config, device, ranks, [param for _, param in named])
     found = Budgets(
         device_nbytes=device_budget,
-        expected_nbytes=expected_device_nbytes(config, device.type, device_budget, accumulating=training.accumulating),
-        largest_nbytes=largest_device_nbytes(config, device.type, device_budget),
+        expected_nbytes=expected_device_nbytes(config, kind_of(device), device_budget, accumulating=training.accumulating),
+        largest_nbytes=largest_device_nbytes(config, kind_of(device), device_budget),
         host_nbytes=host_budget,
     )
     with contextlib.ExitStack() as undo:  # if a later part fails, the earlier parts are closed
-        ahead = _read_ahead(named, host_free_nbytes() // ranks.num_local - host_budget)
+        ahead = _read_ahead(named, capacity.host_free_nbytes() // ranks.num_local - host_budget)
         undo.callback(ahead.close)
         reclaim(config.swap_dirs)
-        compresses = may_compress(config, device.type, sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
+        compresses = may_compress(config, kind_of(device), sum(param.numel() for _, param in named) * ranks.num_local // ranks.world)
         nvme_budget, compresses = ranks.least([room_nbytes(config.swap_dirs) // ranks.num_local, compresses])
         layout_, records, placement = arrange(
             model,
@@ -163,7 +164,7 @@ def assemble(
             most=lambda number: ranks.most([number])[0],
         )
         placement = _agreed(placement, ranks)
-        num_cores = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+        num_cores = max(1, capacity.num_cores() // ranks.num_local)
         swap, placement, extents, area = _make_swap(config, ranks, placement, num_cores, nvme_budget)
         if swap is not None:
             undo.callback(swap.close)
@@ -216,17 +217,22 @@ class _Inputs:
     num_cores: int
 
     @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
+    def has_streams(self) -> bool:
+        return has_streams(self.device)
+
+
+def update_threads(num_cores: int, *, has_device: bool) -> int:
+    """Threads of an update in host memory. has_device: some cores are left to threads that launch kernels."""
+    return num_cores - (num_cores // 8 if has_device else 0)
 
 
 def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> Assembly:
     """Build the parts. written: indices of parameters that forward passes write."""
     config, device, events, placement, course = given.config, given.device, given.events, given.placement, Course()
-    if not given.on_cuda:
+    if not given.has_streams:
         keep_freed_memory()
     registry = _registry(given, written)
-    tier, freed = _device_tier(placement, given.on_cuda, counts_waiting=not given.ranks.are_several)
+    tier, freed = _device_tier(placement, given.has_streams, counts_waiting=not given.ranks.are_several)
     for span in registry.spans:
         span.pinned = placement.pinned or registry.chunks[span.span.chunks[0]].states_home.is_device
         if span.pinned:
@@ -234,7 +240,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
             tier.allocate(span)
 
     progress = Progress(f"{given.ranks.label}reserves host memory", placement.host_nbytes)
-    arena = Arena(pin=given.on_cuda, on_region=progress.add if given.ranks.is_first else ignore)
+    arena = Arena(pin=device.type == "cuda", on_region=progress.add if given.ranks.is_first else ignore)
     undo.callback(arena.close)
     compressor_ = _compressor(given, registry.chunks, arena, undo)
     caches: dict[str, HostCache] = {}
@@ -244,7 +250,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
     undo.callback(records_.close)
     staging = _fill_caches(given, caches, registry.chunks, arena, course)
 
-    gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), torch.cuda.Stream(device) if given.on_cuda else None
+    gather_lane, gather_stream = Lane("gg", failure, "the exchange between ranks"), new_stream(device)
     undo.callback(gather_lane.close)
     gradients = Gradients(
         registry,
@@ -256,10 +262,10 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
         limit_nbytes=placement.under_way_nbytes,
     )
     undo.callback(gradients.close)
-    threads = given.num_cores - (given.num_cores // 8 if given.on_cuda else 0)  # the other cores are for threads that launch kernels
+    threads = update_threads(given.num_cores, has_device=given.has_streams)
     seed = config.seed if given.layout.rounds else None
     deferred = given.training.deferred
-    updater = Updater(records_, gradients, course, events, deferred=deferred, moments_follow=given.on_cuda, threads=threads, seed=seed)
+    updater = Updater(records_, gradients, course, events, deferred=deferred, moments_follow=given.has_streams, threads=threads, seed=seed)
     undo.callback(updater.close)
     values = Values(registry, records_, updater, tier, given.ranks)
     weights = Weights(values, course, gather_lane, gather_stream, device, events)
@@ -339,7 +345,7 @@ def _fill_caches(given: _Inputs, caches: dict[str, HostCache], chunks: list[Chun
             resident = {index: nbytes for index, nbytes in enumerate(sizes) if placement.homes[kind][index].is_host}
             for index, area in _areas(arena, resident).items():
                 caches[kind].add_resident(chunks[index], area)
-        if not given.on_cuda:
+        if not given.has_streams:
             return None
         largest = max(chunk.record.numel * chunk.chunk.format.itemsize for chunk in chunks)
         return arena.region(max(largest, 1)).tensor(torch.uint8, 0, largest)

@@ -192,7 +192,7 @@ def description_of(engine) -> Description:
     """The description of an engine whose parts are built."""
     layout, placement, swap, config = engine.layout, engine.placement, engine.swap, engine.config
     model, records = engine.model, [chunk.record for chunk in engine.registry.chunks]
-    moved = step_nbytes(layout, records, placement, _step(engine))
+    moved = step_nbytes(layout, records, placement, expected_step(engine))
     drives, rate = moved["nvme_read"] + moved["nvme_write"], swap.nbytes_per_s / engine.ranks.num_local if swap is not None else 0.0
     of_one = _main_record(records)
     links = [link for link in ("nvme_read", "nvme_write") if moved[link]] or [link for link in moved if moved[link]]
@@ -241,7 +241,8 @@ def _main_record(records: list[Record]) -> Record:
     return next(record for record in records if record.format == main)
 
 
-def _step(engine) -> Step:
+def expected_step(engine) -> Step:
+    """The properties of a step that change the bytes, before the first step."""
     config, placement = engine.config, engine.placement
     return Step(
         num_passes=engine.optimizers.accumulation_steps if engine.optimizers and not placement.only_by_layer else 1,

@@ -32,6 +32,7 @@ from infinity.plan.tiers import DEVICE, choice_of, leaves_device
 from infinity.system.capacity import gauge_of, host_free_nbytes
 from infinity.system.mapped import MappedFiles
 from infinity.system.ranks import Ranks
+from infinity.system.streams import kind_of
 from infinity.system.swap import MEASURE_FROM_NBYTES
 
 ACTIVATION_SHARE = 1 / 4  # least share of host memory for activations, if they live there
@@ -274,9 +275,9 @@ class _Cuts:
 def budgets(config: Config, device: torch.device, ranks: Ranks, params: Iterable[nn.Parameter] = ()) -> tuple[int, int]:
     """Returns (device bytes, host bytes) for this rank: as configured, or a share of free memory that is equal on all ranks. params:
     parameters whose memory becomes free soon after the engine has allocated its own."""
-    free_host, taken = host_free_nbytes() // ranks.num_local, _taken(params)
-    on_host, on_device = host_share(device.type, free_host + taken["cpu"]), DEVICE_SHARES[device.type]
-    if device.type == "cuda":
+    free_host, taken, kind = host_free_nbytes() // ranks.num_local, _taken(params), kind_of(device)
+    on_host, on_device = host_share(kind, free_host + taken["cpu"]), DEVICE_SHARES[kind]
+    if kind == "cuda":
         device_nbytes = _share(on_device, gauge_of(device).free_nbytes(), taken["cuda"])
         host_nbytes = _share(on_host, free_host, taken["cpu"])
     else:  # both budgets are parts of host memory

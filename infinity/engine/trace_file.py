@@ -94,6 +94,12 @@ def save_trace(path: str | os.PathLike[str], model: nn.Module) -> None:
         write_trace(path, joined([json.loads(zlib.decompress(part)) for part in parts]))
 
 
+def trace_of(engine: Engine) -> RankTrace:
+    """The trace of this rank so far."""
+    engine.events.timeline.resolve(wait=True)
+    return joined([_noted(engine)])[0]
+
+
 def write_trace(path: Path, ranks: list[RankTrace]) -> None:
     write_text(path, json.dumps(to_perfetto(ranks), separators=(",", ":")) + "\n")
 

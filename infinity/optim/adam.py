@@ -1,9 +1,8 @@
 """The Adam update of one shard, the split master, and the exact gradient norm, over _adam.c.
 
 Knows flat tensors, and the parameter name that seeds the random bits. Must not know chunks, ranks or tiers. On the CPU the C kernel
-works on the tensors' own memory. On CUDA a Triton kernel works, or elementwise torch operations if Triton is missing. All give equal
-bits: see
-[Note: the fixed arithmetic] in _adam.c.
+works on the tensors' own memory. On CUDA a Triton kernel works, or elementwise torch operations if Triton is missing. All give equal bits:
+see [Note: the fixed arithmetic] in _adam.c.
 """
 
 from __future__ import annotations
@@ -186,8 +185,9 @@ def _call_kernel(
 ) -> None:
     """Call the kernel in C. weights: weight and residual. stores: the parts that change."""
     tensors = (*weights, *moments, *([None, None] if len(moments) == 2 else []), grad)
+    moved = (*tensors, *(weights if stores & _WEIGHTS else ()), *(moments if stores & _MOMENTS else ()))
     host_bytes.work(
-        sum(tensor.nbytes for tensor in tensors if tensor is not None),
+        sum(tensor.nbytes for tensor in moved if tensor is not None),
         _adam.adam,
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         grad.numel(),

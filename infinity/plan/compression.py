@@ -136,7 +136,7 @@ def pays(choice: str, nbytes_per_s: float, num_cores: int) -> bool:
 def pooled_nbytes(record: Record, *, codes: bool) -> int:
     """Approximate bytes of a record's gradient in a pool."""
     sections = cut((record.late_gradient,), LARGEST_SECTION_NBYTES if codes else 0)
-    return sum(round_up(_about(section), BLOCK_NBYTES) for section in sections)
+    return sum(round_up(expected_nbytes(section), BLOCK_NBYTES) for section in sections)
 
 
 def moved_nbytes(
@@ -147,7 +147,7 @@ def moved_nbytes(
     """
     stored: collections.Counter[bool | None] = collections.Counter()
     for section in cut(tuple(segments), LARGEST_SECTION_NBYTES if codes else 0):
-        stored[section.late] += _about(section)
+        stored[section.late] += expected_nbytes(section)
     always, whole, late = stored[None], stored[False], 0 if pools else stored[True]
     written = (whole + num_late * late) / (num_late + 1)
     return int(always + whole + late * num_late / (num_late + 1)), int(always + written)
@@ -158,6 +158,6 @@ def _room(section: Section) -> int:
     return round_up(int(section.nbytes * ROOM[section.itemsize]), SEGMENT_ALIGNMENT_NBYTES) if section.itemsize else section.nbytes
 
 
-def _about(section: Section) -> int:
-    """Approximate compressed bytes of a section."""
+def expected_nbytes(section: Section) -> int:
+    """Approximate bytes of a section in code."""
     return int(section.nbytes * (1 - SAVED_BITS / 8 / section.itemsize)) if section.itemsize else section.nbytes

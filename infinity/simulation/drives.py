@@ -6,14 +6,17 @@ Knows extents, transfers and the interface of infinity/system/storage.py. Must n
 from __future__ import annotations
 
 import errno
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import aio_ext
 from infinity.errors import SwapError
+from infinity.simulation.links import Links
 from infinity.simulation.threads import SimulatedThreads
 from infinity.sizes import round_up
 from infinity.system.swap_directory import ALIGNMENT
-from infinity.system.threads import now, threads
+from infinity.system.threads import threads
 
 
 class SimulatedExtent:
@@ -24,10 +27,11 @@ class SimulatedExtent:
 class SimulatedTransfer:
     """finish(): called when the bytes have arrived. Returns an error or None."""
 
-    def __init__(self, nbytes: int, words: str, finish: Callable[[], BaseException | None]):
-        self.nbytes, self.done = nbytes, False
+    def __init__(self, nbytes: int, words: str, finish: Callable[[], BaseException | None], promote: Callable[[int], object]):
+        self.nbytes, self.done, self.promote = nbytes, False, promote
         self._words, self._finish = words, finish
         self._error: BaseException | None = None
+        self.followers: list[Callable[[], object]] = []
         self._is_over = threads().lock()
         self._is_over.acquire()
 
@@ -35,6 +39,8 @@ class SimulatedTransfer:
         self._error = self._finish()
         self.done = True
         self._is_over.release()
+        for follow in self.followers:
+            follow()
 
     def wait(self) -> None:
         if not self.done:
@@ -43,30 +49,35 @@ class SimulatedTransfer:
         if self._error is not None:
             raise self._error
 
-    def promote(self, priority: int = 0) -> None:
-        """The drive works in order."""
-
     def in_words(self) -> str:
         return self._words
 
 
 class SimulatedDrives:
-    """A rank's share of the drives, which works in order, at a rate in bytes/s. num_local: ranks of the node, each with such a share.
-    room_nbytes: of the share.
+    """A rank's share of the drives: one read and one write at a time, in the order of their priorities. links: "nvme_read" and "nvme_write" are
+    the drives. read, write: their rates in bytes/s, if no other link is busy. nbytes_per_s: what a measurement of all drives would say. room_nbytes:
+    of the share. latency_s: between the transfer of the bytes and the end."""
 
-    free_at: the end of the last transfer.
-    """
-
-    def __init__(self, threads: SimulatedThreads, *, rate: float, latency_s: float = 1e-4, num_local: int = 1, room_nbytes: int = 1 << 60):
-        self.threads, self.rate, self.latency_s, self.room_nbytes = threads, rate, latency_s, room_nbytes
-        self._allocated_nbytes = 0
-        self.nbytes_per_s = rate * num_local
+    def __init__(
+        self,
+        threads: SimulatedThreads,
+        links: Links,
+        *,
+        read: float,
+        write: float,
+        nbytes_per_s: float = 0.0,
+        latency_s: float = 1e-4,
+        room_nbytes: int = 1 << 60,
+    ):
+        self.threads, self.latency_s, self.room_nbytes, self.nbytes_per_s = threads, latency_s, room_nbytes, nbytes_per_s
+        self._links, self._rates = links, {"read": read, "write": write}
+        self.allocated_nbytes = 0
         self.read_nbytes = self.write_nbytes = 0
-        self.free_at = 0.0
+        self._last: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the last transfer of each extent
 
     def allocate(self, nbytes: int) -> SimulatedExtent:
         extent = self.extent(nbytes)
-        self._allocated_nbytes += extent.nbytes
+        self.allocated_nbytes += extent.nbytes
         return extent
 
     def extent(self, nbytes: int) -> SimulatedExtent:
@@ -78,23 +89,36 @@ class SimulatedDrives:
         return extent
 
     def reserve(self) -> None:
-        if self._allocated_nbytes > self.room_nbytes:
-            raise SwapError(errno.ENOSPC, f"{self._allocated_nbytes} bytes of extents, but room for {self.room_nbytes}", "simulated")
+        if self.allocated_nbytes > self.room_nbytes:
+            raise SwapError(errno.ENOSPC, f"{self.allocated_nbytes} bytes of extents, but room for {self.room_nbytes}", "simulated")
 
-    def read(self, extent, buffer, *, offset: int = 0, priority: int = 0, what: str = "") -> SimulatedTransfer:
+    def read(self, extent, buffer, *, offset: int = 0, priority: int = aio_ext.PREFETCH, what: str = "") -> SimulatedTransfer:
         self.read_nbytes += len(buffer)
-        return self.begin("read", len(buffer), lambda: None)
+        return self.begin("read", extent, len(buffer), lambda: None, priority)
 
-    def write(self, extent, buffer, *, offset: int = 0, priority: int = 0, what: str = "") -> SimulatedTransfer:
+    def write(self, extent, buffer, *, offset: int = 0, priority: int = aio_ext.WRITE, what: str = "") -> SimulatedTransfer:
         self.write_nbytes += len(buffer)
-        return self.begin("write", len(buffer), lambda: None)
+        return self.begin("write", extent, len(buffer), lambda: None, priority)
 
-    def begin(self, op: str, nbytes: int, finish: Callable[[], BaseException | None]) -> SimulatedTransfer:
-        """A transfer after all earlier ones."""
-        transfer = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish)
-        seconds = self.latency_s + nbytes / self.rate
-        self.free_at = max(self.free_at, now()) + seconds
-        self.threads.call_after(self.free_at - now(), transfer.end)
+    def begin(self, op: str, extent, nbytes: int, finish: Callable[[], BaseException | None], priority: int) -> SimulatedTransfer:
+        """A transfer after the earlier ones of the extent."""
+        before, work = self._last.get(extent), None
+
+        def promote(priority: int = aio_ext.DEMAND) -> None:
+            if before is not None and not before.done:
+                before.promote(priority)
+            if work is not None:
+                self._links.promote(work, priority)
+
+        def enter() -> None:
+            nonlocal work
+            work = self._links.begin(f"nvme_{op}", nbytes / self._rates[op], end, priority)
+
+        def end() -> None:
+            self.threads.call_after(self.latency_s, transfer.end)
+
+        transfer = self._last[extent] = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish, promote)
+        enter() if before is None or before.done else before.followers.append(enter)
         return transfer
 
     def path_of(self, extent) -> Path:

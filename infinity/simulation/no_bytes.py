@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,24 @@ _FACTORIES = {
     for name in packet.overloads()
     if not name.endswith("out")
 }
+
+
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}  # operations of the CPU, and those of a GPU with as many floating-point operations
+
+
+ATTENTION, UPDATE = "attention", "update"
+
+
+class Spent(NamedTuple):
+    """The work of an operation. flops: of products, attention and convolutions; otherwise 0. nbytes: of operands and results. kind: ATTENTION, or
+    UPDATE for a kernel of the engine."""
+
+    flops: int
+    nbytes: int
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +65,19 @@ class _Shape:
 
 
 class NoBytes(TorchDispatchMode):
-    """Leaves out the work of large operations, in one thread. spend(flops, nbytes): called for each one, with the bytes of operands and
-    results. flops: of products and convolutions, otherwise 0. kept_nbytes: tensors up to this size hold their bytes."""
+    """Leaves out the work of large operations, in one thread. spend(work): called for each operation, small ones included. kept_nbytes: tensors up to this size hold their bytes. allocated(storage): called
+    for each new large storage. read(): called before the program reads a value."""
 
-    def __init__(self, spend: Callable[[int, int], object], kept_nbytes: int = KEPT_NBYTES):
+    def __init__(
+        self,
+        spend: Callable[[Spent], object],
+        kept_nbytes: int = KEPT_NBYTES,
+        *,
+        allocated: Callable[[torch.UntypedStorage], object] = lambda storage: None,
+        read: Callable[[], object] = lambda: None,
+    ):
         super().__init__()
-        self._spend, self._kept_nbytes = spend, kept_nbytes
+        self._spend, self._kept_nbytes, self._allocated, self._read = spend, kept_nbytes, allocated, read
         self._shapes: dict[tuple, object] = {}  # of the results of earlier operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -62,15 +88,25 @@ class NoBytes(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._is_large, tensors)):
-            return func(*args, **kwargs)
+            return self._small(func, args, kwargs, tensors)
         results = _written(func, args, kwargs)
         if results is None:
             results = self._results(func, args, kwargs, tensors)
-        formula = flop_registry.get(func.overloadpacket)
-        flops = formula(*args, **kwargs, out_val=results) if formula is not None else 0
         used = {id(tensor): tensor.nbytes for tensor in (*tensors, *_tensors((results,)))}
-        self._spend(flops, sum(used.values()))
+        self._spend(Spent(_flops_of(func, args, kwargs, results), sum(used.values()), _kind_of(func)))
         return results
+
+    def _small(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
+        """An operation without a large operand."""
+        if func is _aten._local_scalar_dense.default:
+            self._read()
+        found = func(*args, **kwargs)
+        if tensors:
+            self._spend(Spent(_flops_of(func, args, kwargs, found), sum(tensor.nbytes for tensor in tensors), _kind_of(func)))
+        for tensor in _tensors((found,)):
+            if self._is_large(tensor):
+                self._allocated(tensor.untyped_storage())
+        return found
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes > self._kept_nbytes and tensor.device.type == "cpu"
@@ -93,7 +129,22 @@ class NoBytes(TorchDispatchMode):
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
         made = torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
-        return made.zero_() if shape.nbytes <= self._kept_nbytes else made
+        if shape.nbytes <= self._kept_nbytes:
+            return made.zero_()
+        self._allocated(made.untyped_storage())
+        return made
+
+
+def _kind_of(func) -> str:
+    return ATTENTION if func.overloadpacket in _ATTENTION else ""
+
+
+def _flops_of(func, args: tuple, kwargs: dict, results) -> int:
+    packet = func.overloadpacket
+    if packet is _aten._grouped_mm:
+        return 2 * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(_ATTENTION.get(packet, packet))
+    return formula(*args, **kwargs, out_val=results) if formula is not None else 0
 
 
 def _written(func, args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -14,19 +14,19 @@ from infinity.system.ranks import Ranks
 
 
 class SimulatedRanks(Ranks):
-    """Rank 0 of `world` equal ranks of one node. spend(nbytes): called with the bytes that this rank receives in a collective.
+    """Rank 0 of `world` equal ranks, num_local of them on its node. spend(nbytes): called with the bytes that this rank receives in a collective.
 
     Peers post nothing, so no checkpoint of several ranks is simulated.
     """
 
-    def __init__(self, device: torch.device, *, world: int, spend: Callable[[int], object]):
+    def __init__(self, device: torch.device, *, world: int, num_local: int, spend: Callable[[int], object]):
         super().__init__(device)
         self.world, self.name = world, f"rank 0 of {world}"
-        self._spend = spend
+        self._num_local, self._spend = num_local, spend
 
     @property
     def num_local(self) -> int:
-        return self.world
+        return self._num_local
 
     def gather(self, flat, what):
         self._spend(flat.nbytes * (self.world - 1) // self.world)

@@ -9,13 +9,14 @@ import functools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
 from infinity.errors import NO_DESCRIPTORS, ConfigError
+from infinity.system.streams import has_streams
 
 _PAGE_NBYTES = {"large": 20 << 20, "small": 2 << 20}  # units in which segments grow and shrink; "large" is for blocks of more than 1 MiB
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -74,6 +75,10 @@ class CudaGauge:
     def most_nbytes(self) -> int:
         """The most bytes that the process allocated at once; see [Note: the peak that the program asks for]."""
         return max(torch.cuda.max_memory_allocated(self.device), _most_nbytes.get(self.device, 0))
+
+
+_make_gauge: Callable[[torch.device], CudaGauge] = CudaGauge
+_before_resize: Callable[[int], object] = lambda more_nbytes: None
 
 
 def _is_native() -> bool:
@@ -152,13 +157,57 @@ def _settings() -> str:
 
 def gauge_of(device: torch.device) -> CudaGauge | None:
     """The gauge of a device; None for the CPU, whose budget is fixed at the start."""
-    return CudaGauge(device) if device.type == "cuda" else None
+    return _make_gauge(device) if has_streams(device) else None
+
+
+def resize(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Give a storage of the device another size. Its bytes are undefined afterwards, or gone."""
+    _before_resize(nbytes - storage.nbytes())
+    storage.resize_(nbytes)
+
+
+def use_gauge(make: Callable[[torch.device], CudaGauge], before_resize: Callable[[int], object]) -> tuple:
+    """make(device) gives the gauges from now on. before_resize(more_nbytes) is called by `resize`. No engine may be open. Returns the
+    earlier ones."""
+    global _make_gauge, _before_resize
+    before = _make_gauge, _before_resize
+    _make_gauge, _before_resize = make, before_resize
+    return before
+
+
+class Host:
+    """The host of this process."""
+
+    def free_nbytes(self) -> int:
+        return _free_nbytes()
+
+    def num_cores(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+
+_host = Host()
 
 
 def host_free_nbytes() -> int:
     """Host memory that this process may still use: the available memory, limited by its control groups. Raises OSError if no file can be
     opened to read the limits.
     """
+    return _host.free_nbytes()
+
+
+def num_cores() -> int:
+    """Processor cores that this process may use."""
+    return _host.num_cores()
+
+
+def use_host(other: Host) -> Host:
+    """The host is another one from now on. No engine may be open. Returns the earlier one."""
+    global _host
+    before, _host = _host, other
+    return before
+
+
+def _free_nbytes() -> int:
     try:
         text = Path("/proc/self/cgroup").read_text() if Path("/proc/self/cgroup").exists() else ""
         limits = [limit - used for folder in cgroup_folders(text, "memory") for limit, used in _memory_of(folder)]

@@ -11,13 +11,15 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
+CODEC = "codec"
+
 
 class HostBytes:
     """Host memory that holds bytes."""
 
     map_flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
-    def work(self, nbytes: int, function: Callable[..., Result], *arguments) -> Result:
+    def work(self, nbytes: int, function: Callable[..., Result], *arguments, kind: str = "", otherwise: object = None) -> Result:
         return function(*arguments)
 
 
@@ -29,13 +31,14 @@ def map_flags() -> int:
     return _current.map_flags
 
 
-def work(nbytes: int, function: Callable[..., Result], *arguments) -> Result | None:
-    """function(*arguments). nbytes: of the tensors and buffers that it reads or writes. Returns None if the work is left out."""
-    return _current.work(nbytes, function, *arguments)
+def work(nbytes: int, function: Callable[..., Result], *arguments, kind: str = "", otherwise: object = None) -> Result:
+    """function(*arguments). nbytes: read from tensors and buffers, and written. kind: CODEC for work that one thread does at the speed of
+    the codec. otherwise: returned if the work is left out."""
+    return _current.work(nbytes, function, *arguments, kind=kind, otherwise=otherwise)
 
 
 def use_host_bytes(other: HostBytes) -> HostBytes:
-    """Let work from now on go to another host memory. No engine may be open. Returns the one that was in use before."""
+    """Let work from now on go to another host memory. No engine may be open. Returns the earlier one."""
     global _current
     before, _current = _current, other
     return before

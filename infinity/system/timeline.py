@@ -17,6 +17,7 @@ from collections import deque
 import torch
 
 from infinity.system.events import COMPUTE, Events, now
+from infinity.system.streams import has_streams, timed_event
 
 _MANY = 4096  # waiting marks, if no step ends
 
@@ -78,9 +79,7 @@ class CudaTimeline(Timeline):
         """No effect: the device continues meanwhile."""
 
     def mark(self) -> tuple[torch.cuda.Event, float]:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event, now()
+        return timed_event(self.device), now()
 
     def note(self, lane: str, what: object, nbytes: int, first, last) -> None:
         """Report work between two marks, to be traced once they have passed. From any thread."""
@@ -117,4 +116,4 @@ class CudaTimeline(Timeline):
 
 
 def timeline_of(device: torch.device, events: Events) -> Timeline:
-    return CudaTimeline(events, device) if device.type == "cuda" else Timeline(events)
+    return CudaTimeline(events, device) if has_streams(device) else Timeline(events)

@@ -31,6 +31,7 @@ from infinity.system.arena import Area, Arena
 from infinity.system.failure import FirstFailure
 from infinity.system.interrupts import uninterrupted
 from infinity.system.lanes import Lane
+from infinity.system.streams import current_stream, new_stream, on_stream
 from infinity.tiers.activation_store import ActivationStore
 from infinity.tiers.graph_parts import GraphParts
 from infinity.tiers.saved_storage import DeviceCopy, SavedStorage, SavedTensor, StorageState, TensorNeed
@@ -58,7 +59,7 @@ class Activations:
         self.to_nvme = to_nvme
         self.failure = failure or FirstFailure()
         self.store = ActivationStore(arena, swap, budget_nbytes, who=who, failure=self.failure)
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = new_stream(device)  # None on the CPU
         self.copies = Lane("activations", self.failure, "the copy of a saved activation")  # on the CPU, in place of the stream
         self.parts = GraphParts()
         self._by_key: dict[tuple[int, int], SavedStorage] = {}
@@ -272,8 +273,8 @@ class Activations:
             return DeviceCopy(job=self.copies.push(lambda _alive=(memory, storage): host_bytes.work(nbytes, ctypes.memmove, *ends, nbytes)))
         on_host = torch.frombuffer(memory.buffer, dtype=torch.uint8, count=nbytes)
         on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
-        self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_event(current_stream(self.device).record_event())
+        with on_stream(self.stream, "d2h" if out else "h2d"):
             if out:
                 on_host.copy_(on_device, non_blocking=True)
             else:

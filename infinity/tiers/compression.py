@@ -21,10 +21,11 @@ import numpy as np
 
 import aio_ext
 from infinity.errors import SwapError
-from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Region, Section, regions
+from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Region, Section, expected_nbytes, regions
 from infinity.plan.record import Segment
 from infinity.system import host_bytes
 from infinity.system.arena import Arena
+from infinity.system.host_bytes import CODEC
 from infinity.system.lanes import Job, Lane
 from infinity.system.storage import Extent, StorageTier, Transfer
 from infinity.system.swap_errors import changed_error
@@ -89,7 +90,7 @@ class Read:
                     last = len(self._left) - 1
                     for transfer in self._transfers[last]:
                         transfer.wait()
-                    host_bytes.work(len(self._left[last][0]), _huffman.decode_last, self._left)
+                    host_bytes.work(len(self._left[last][0]), _huffman.decode_last, self._left, kind=CODEC)
                     del self._left[last:]  # decode_last has taken it, if there are bytes
                 except OSError as error:
                     _wait_for(self._all, quietly=True)
@@ -226,7 +227,7 @@ class Compressor:
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 self.pool.copy(pooled, memory[section.nbytes - pooled.nbytes :])
                 part = (memory, section.itemsize if pooled.nbytes < section.nbytes else 0, pooled.nbytes)
-                host_bytes.work(len(memory), _huffman.decode_last, [part])
+                host_bytes.work(len(memory), _huffman.decode_last, [part], kind=CODEC)
             update.catch_up(buffer)
 
     def close(self) -> None:
@@ -296,7 +297,7 @@ class _Press:
             return self.pool.put(source)
         target = self._buffer()
         try:
-            stored = _huffman.encode(source, section.itemsize, target)
+            stored = _encode(section, source, target)
             return self.pool.put(target[:stored] if stored < section.nbytes else source)
         finally:
             self._free.append(target)
@@ -318,7 +319,7 @@ class _Press:
         """Compress and write a section, and append the transfers to the list. Returns the number of stored bytes."""
         target, stored = self._buffer(), 0
         try:
-            stored = _huffman.encode(source, section.itemsize, target)
+            stored = _encode(section, source, target)
             if stored:
                 chosen = target[:stored] if stored < section.nbytes else source
                 submitted = self._submit(place, chosen, what)
@@ -344,6 +345,12 @@ class _Press:
             _wait_for(transfers, quietly=True)  # `Write.wait` raises the error
             self._free.append(buffer)
         return self._free.pop()
+
+
+def _encode(section: Section, source: memoryview, target: memoryview) -> int:
+    """Write the code of a section's floats to the target. Returns the number of bytes; the section's own number if the code is no shorter."""
+    arguments = source, section.itemsize, target
+    return host_bytes.work(section.nbytes, _huffman.encode, *arguments, kind=CODEC, otherwise=expected_nbytes(section))
 
 
 def _is_zero(source: memoryview) -> bool:

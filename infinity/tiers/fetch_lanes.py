@@ -1,6 +1,6 @@
 """The lanes of a fetch: cg copies a chunk's shard from host memory to the span, gg gathers the shards of all ranks there.
 
-Knows host copies, spans, streams and events of CUDA. Must not know plans, holds or the order of fetches: weights.py issues the jobs.
+Knows host copies, spans, and the streams and events of a device. Must not know plans, holds or the order of fetches: weights.py issues the jobs.
 See [Note: who waits for whom] in weights.py.
 """
 
@@ -18,6 +18,7 @@ from infinity.system import host_bytes
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.ranks import Ranks
+from infinity.system.streams import current_stream, new_stream, on_stream
 from infinity.system.waits import waits
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.record_mover import RecordMover, Request, segments
@@ -45,27 +46,26 @@ class FetchLanes:
         self.records, self.ranks, self.events, self.device = records, ranks, events, device
         self.gg, self.gather_stream = gather_lane, gather_stream
         self.cg = Lane("cg", records.failure, "the copy to the device")
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            self.copy_stream = torch.cuda.Stream(device)
+        self.copy_stream = new_stream(device)  # None on the CPU
+        if self.copy_stream is not None:
             self.settler = Lane("cg-settle", records.failure)
 
     def close(self) -> None:
         self.cg.close()
         self.gg.close()
-        if self.cuda:
+        if self.copy_stream is not None:
             self.settler.close()
             self.gather_stream.synchronize()  # the memory of the spans is freed next
 
     def drain(self) -> None:
         """Wait until all copies are over, and have given their slots back."""
         self.cg.drain()
-        if self.cuda:
+        if self.copy_stream is not None:
             self.settler.drain()
 
     def allocated(self) -> torch.cuda.Event | None:
         """An event on the compute stream after the allocation of a span; None on the CPU."""
-        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return stream.record_event() if (stream := current_stream(self.device)) is not None else None
 
     def copy(self, fetch: ChunkFetch, ready: torch.cuda.Event | None) -> None:
         """Copy the shard to the span. ready: the event after the allocation of the span."""
@@ -84,11 +84,11 @@ class FetchLanes:
             fetch.copy.wait()
         if fetch.gather is not None:
             self.events.wait("all_gather", fetch.gather, fetch.chunk.index)
-        if self.cuda:
+        if self.copy_stream is not None:
             event = (fetch.gather or fetch.copy).result
             if event is not None:
                 since = self.events.device_mark()
-                torch.cuda.current_stream(self.device).wait_event(event)
+                current_stream(self.device).wait_event(event)
                 self.events.device_waited("all_gather" if fetch.gather else "h2d", fetch.chunk.index, since)
 
     def _wait_for_copy(self, fetch: ChunkFetch) -> None:
@@ -119,7 +119,7 @@ class FetchLanes:
         shard, format = chunk.weights_on_device, chunk.record.format
         nbytes = chunk.record.weight_nbytes if format.is_coded else shard.nbytes
         source = entry.memory.tensor(torch.uint8, 0, nbytes)
-        if not self.cuda:
+        if self.copy_stream is None:
             # Not copy_, which would use torch's threads: the training thread needs these threads.
             if format.is_coded:
                 decode(chunk.record, source, shard)
@@ -128,7 +128,7 @@ class FetchLanes:
             self.events.moved("h2d", chunk.index, nbytes, start, now())
             self.records.unpin(chunk, WEIGHTS, entry)
             return None
-        with torch.cuda.stream(self.copy_stream):
+        with on_stream(self.copy_stream, "h2d"):
             self.copy_stream.wait_event(ready)
             first = self.events.device_mark()
             if format.is_coded:
@@ -155,8 +155,8 @@ class FetchLanes:
         chunk = fetch.chunk.chunk
         whole = fetch.chunk.span.flat[chunk.offset : chunk.offset + chunk.numel]
         done = marks = None
-        if self.cuda:
-            with torch.cuda.stream(self.gather_stream):
+        if self.gather_stream is not None:
+            with on_stream(self.gather_stream, "all_gather"):
                 if event is not None:
                     self.gather_stream.wait_event(event)
                 first = self.events.device_mark()

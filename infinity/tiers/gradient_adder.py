@@ -12,6 +12,7 @@ import torch
 from infinity.optim.adam import accumulate_
 from infinity.system import host_bytes
 from infinity.system.events import Events
+from infinity.system.streams import new_stream, on_stream
 
 
 class GradientAdder:
@@ -21,15 +22,15 @@ class GradientAdder:
     """
 
     def __init__(self, device: torch.device, events: Events, *, staging: torch.Tensor | None, accumulate: bool):
-        self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.stream = new_stream(device)  # None on the CPU
         self.events = events
         self.staging = staging
         self.accumulate = accumulate
 
-    def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready):
-        """target = source if first, otherwise target += source. The copy is over on return. Returns the marks on CUDA, otherwise None."""
-        if not self.cuda:
+    def put(self, target: torch.Tensor, source: torch.Tensor, first: bool, ready, *, on_device: bool):
+        """target = source if first, otherwise target += source. The copy is over on return. on_device: the target is in device memory. Returns
+        the marks on CUDA, otherwise None."""
+        if self.stream is None:
             if self.accumulate:
                 accumulate_(target, source, first, threads=1)
             elif first:
@@ -39,11 +40,11 @@ class GradientAdder:
                 target.add_(source)
             return None
         direct = first and target.dtype == source.dtype
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.stream, "" if on_device else "d2h"):
             if ready is not None:
                 self.stream.wait_event(ready)
             begin = self.events.device_mark()
-            if target.is_cuda:
+            if on_device:
                 target.copy_(source) if first else target.add_(source)
             elif direct:
                 target.copy_(source, non_blocking=True)
@@ -52,7 +53,7 @@ class GradientAdder:
                 staged.copy_(source, non_blocking=True)
             marks = begin, self.events.device_mark()
             self.stream.record_event().synchronize()
-        if not target.is_cuda and not direct:
+        if not on_device and not direct:
             if self.accumulate:
                 accumulate_(target, staged, first)
             else:

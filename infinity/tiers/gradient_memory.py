@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.system.streams import current_stream, keep_for, on_stream
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradient_state import DeviceShard
 from infinity.tiers.span_state import DeviceTier
@@ -34,7 +35,7 @@ class GradientMemory:
         is on the stream of the gc link, where it does not lie between activations.
         """
         dtype = TORCH_DTYPES[chunk.chunk.format.gradient]
-        with self.tier.booked(chunk.record.numel * dtype.itemsize), torch.cuda.stream(None if for_step else self.stream):
+        with self.tier.booked(chunk.record.numel * dtype.itemsize), on_stream(None if for_step else self.stream):
             memory = torch.zeros(chunk.record.numel, dtype=dtype, device=self.device)
         chunk.gradient.take(DeviceShard(memory))
         self.set_for_step(chunk.gradient.device_shard, for_step)
@@ -48,8 +49,8 @@ class GradientMemory:
         """The gradient was used: free the memory if it is for one step. No copy or kernel of another stream uses the memory."""
         shard = chunk.gradient.device_shard
         if shard is not None and shard.for_step:
-            if shard.memory.is_cuda and chunk.on_device:  # the update may run on another stream than the op that came first
-                shard.memory.record_stream(torch.cuda.current_stream(self.device))
+            if self.stream is not None and chunk.on_device:  # the update may run on another stream than the op that came first
+                keep_for(current_stream(self.device), shard.memory)
             self._free(chunk)
 
     def free_idle(self, chunk: ChunkState) -> None:

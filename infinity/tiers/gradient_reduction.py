@@ -16,6 +16,7 @@ from infinity.plan.packing import Piece
 from infinity.system.events import Events, now
 from infinity.system.lanes import Job, Lane
 from infinity.system.ranks import Ranks
+from infinity.system.streams import current_stream, keep_for, on_stream
 from infinity.tiers.chunk_state import ChunkState
 from infinity.tiers.gradient_state import Unreduced
 from infinity.tiers.span_state import DeviceTier
@@ -71,7 +72,7 @@ class ReduceScatter:
         for index, param in enumerate(chunk.whole_pieces):
             if param in used:
                 view[:, chunk.chunk.shard_numel + index] = 1
-        ready = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        ready = stream.record_event() if (stream := current_stream(self.device)) is not None else None
         self.num_begun += 1
         job = self.lane.push(lambda: self._run(chunk, flat, ready), chunk.title)
         return job, flat.numel() * flat.element_size()
@@ -90,13 +91,13 @@ class ReduceScatter:
 
     def _run(self, chunk: ChunkState, flat: torch.Tensor, ready):
         start, marks = now(), None
-        if self.device.type == "cuda":
-            with torch.cuda.stream(self.stream):
+        if self.stream is not None:
+            with on_stream(self.stream, "reduce_scatter"):
                 self.stream.wait_event(ready)
                 first = self.events.device_mark()
                 shard = self.ranks.reduce_scatter(flat, chunk.title)
                 marks = first, self.events.device_mark()
-                flat.record_stream(self.stream)
+                keep_for(self.stream, flat)
                 done = self.stream.record_event()
         else:
             shard, done = self.ranks.reduce_scatter(flat, chunk.title), None

@@ -19,6 +19,7 @@ has room.
 from __future__ import annotations
 
 import contextlib
+import functools
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -29,6 +30,7 @@ from infinity.plan.host_memory import MIN_GRADIENT_SLOTS
 from infinity.plan.record import GRADIENTS
 from infinity.system.events import now
 from infinity.system.lanes import Job, Lane
+from infinity.system.streams import current_stream, keep_for
 from infinity.system.threads import monitor
 from infinity.tiers.bytes_in_flight import BytesInFlight
 from infinity.tiers.chunk_state import ChunkState, Registry
@@ -84,7 +86,6 @@ class Gradients:
         self.spill = spill
         self.failure = records.failure  # shared with the gc lane: without a failed transfer's bytes, no update may run
         self.gc = Lane("gc", self.failure, "the copy to host memory of the gradient")
-        self.cuda = self.device.type == "cuda"
         self.adder = GradientAdder(self.device, self.events, staging=staging, accumulate=accumulate)
         self.memory = GradientMemory(self.tier, self.device, self.adder.stream)
         self.in_flight = BytesInFlight(limit_nbytes, self.tier, self.gc, self.events, self.failure)
@@ -119,7 +120,7 @@ class Gradients:
                 return
         nbytes = flat.numel() * flat.element_size()
         self.in_flight.add(nbytes)
-        ready = torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        ready = stream.record_event() if (stream := current_stream(self.device)) is not None else None
         for chunk in chunks:
             piece = chunk.whole_pieces[state.index]
             last = chunk is chunks[-1]
@@ -193,7 +194,7 @@ class Gradients:
             chunk.gradient.offload()  # not earlier: on several ranks, the last arrival may add to the device shard
         with self._open(chunk) as target:
             begin = now()
-            marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready)
+            marks = self.adder.put(target, (left or chunk.gradient.device_shard).memory, True, ready, on_device=chunk.gradient_on_device)
         if left is not None:
             self.memory.free_left(left)
         self.memory.free_for_step(chunk)
@@ -208,7 +209,7 @@ class Gradients:
             if chunk.gradient.is_there and not chunk.gradient_on_device:
                 with self.records.lease(chunk, GRADIENTS) as lease:
                     self.memory.make(chunk)
-                    self.adder.put(chunk.gradient.device_shard.memory, self._tensor(lease), True, None)
+                    self.adder.put(chunk.gradient.device_shard.memory, self._tensor(lease), True, None, on_device=True)
                 self.records.discard(chunk, GRADIENTS)
             chunk.gradient.stay_here()
 
@@ -275,10 +276,10 @@ class Gradients:
     def _keep(self, chunk: ChunkState, state: ParameterState, flat: torch.Tensor) -> None:
         """On one rank: add a parameter's part to the gradient on the device, in the stream that computed the part."""
         piece = chunk.whole_pieces[state.index]
-        stream = torch.cuda.current_stream(self.device) if self.cuda else None
+        stream = current_stream(self.device)
         if chunk.gradient.device_shard is None:
             self.memory.make_for_arrival(chunk)
-            if self.cuda:
+            if stream is not None:
                 stream.wait_stream(self.adder.stream)
         if (last := self._last_stream(chunk)) not in (None, stream):
             stream.wait_stream(last)
@@ -293,7 +294,7 @@ class Gradients:
         chunk.gradient.arrive(on_device=True)
         if chunk.gradient.job is None or last != stream:
             chunk.gradient.job = Job.over(stream)
-        if chunk.gradient.stays and self.cuda:
+        if chunk.gradient.stays and stream is not None:
             shard.made = stream.record_event()
         self._note_arrival(chunk)
 
@@ -336,8 +337,9 @@ class Gradients:
         """On one rank: copy the parts into the chunk's gradient shard, or add them."""
         with self._open(batch.chunk) as memory:
             begin = now()
-            moves = [self.adder.put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
-        marks = (moves[0][0], moves[-1][1]) if self.cuda else None
+            put = functools.partial(self.adder.put, on_device=batch.chunk.gradient_on_device)
+            moves = [put(memory[start : start + part.numel()], part, first, ready) for part, start, first, ready in batch.parts]
+        marks = (moves[0][0], moves[-1][1]) if self.adder.stream is not None else None
         self.events.moved("d2h", batch.chunk.index, batch.nbytes, begin, now(), marks)
 
     def _collect_shard(self, chunk: ChunkState, scattered: Job, params: list[int]) -> None:
@@ -348,11 +350,11 @@ class Gradients:
         numel = chunk.chunk.shard_numel
         with self._open(chunk) as memory:
             begin = now()
-            if self.cuda:
+            if self.adder.stream is not None:
                 self.adder.stream.wait_event(done)
-                shard.record_stream(self.adder.stream)
-            marks = self.adder.put(memory, shard[: memory.numel()], first, done)
+                keep_for(self.adder.stream, shard)
             stays = chunk.gradient_on_device
+            marks = self.adder.put(memory, shard[: memory.numel()], first, done, on_device=stays)
         flags = shard[numel:].tolist()
         chunk.gradient.received.update(param for param, flag in zip(params, flags, strict=True) if flag > 0)
         if not stays:

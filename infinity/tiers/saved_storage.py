@@ -28,6 +28,7 @@ import torch
 from infinity.sizes import format_bytes
 from infinity.system.arena import Area
 from infinity.system.lanes import Job, Need
+from infinity.system.streams import current_stream
 
 
 class StorageState(enum.Enum):
@@ -72,7 +73,7 @@ class DeviceCopy:
         if self._event is None:
             self._job.wait()
         else:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         """This thread waits for the copy."""

@@ -33,6 +33,7 @@ from infinity.model.autograd_state import autograd_runs, flat_tensor, parameter_
 from infinity.model.parameters import set_data
 from infinity.plan.packing import Layout, Span
 from infinity.sizes import format_bytes
+from infinity.system.capacity import resize
 from infinity.tiers.parameter_state import ParameterState
 
 
@@ -113,7 +114,7 @@ class SpanState:
         if self.pinned or not self.storage.resizable():
             self.storage = torch.UntypedStorage(0, device=self.storage.device)
         else:
-            self.storage.resize_(0)
+            resize(self.storage, 0)
         self.flat = self.snapshot = None
         self.presence, self.attached, self.allocated = Presence.AWAY, False, False
 
@@ -184,7 +185,7 @@ class DeviceTier:
         if span.allocated:
             return
         with self._counted(used=0 if span.pinned else span.nbytes):
-            span.storage.resize_(span.nbytes)
+            resize(span.storage, span.nbytes)
         if span.flat is None:
             span.flat = flat_tensor(span.storage, span.dtype, span.span.numel)
         span.allocated = True
@@ -194,7 +195,7 @@ class DeviceTier:
     def free(self, span: SpanState) -> None:
         assert not span.pinned
         if span.allocated and not span.has_escaped:
-            span.storage.resize_(0)
+            resize(span.storage, 0)
             span.allocated, span.num_aliases = False, None
             self._change(used=-span.nbytes)
 

@@ -23,6 +23,7 @@ from infinity.formats.format import AVERAGE
 from infinity.optim.adam import Dither
 from infinity.optim.rules import Rule
 from infinity.optim.shard import Shard
+from infinity.system.streams import has_streams, new_stream, on_stream
 
 _UNITS_ON_DEVICE = 3
 _MOST_NBYTES = 2 << 30  # of the units on the device, unless one alone has more
@@ -53,7 +54,7 @@ class UnitUpdates:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(3)] if device.type == "cuda" else []
+        self._streams = [new_stream(device) for _ in range(3)] if has_streams(device) else []
         self._there: deque[_Copy] = deque()
 
     def update(self, units: Iterable[Unit]) -> Iterator[None]:
@@ -94,14 +95,14 @@ class UnitUpdates:
         """Give out the work of a unit."""
         arrives, computes, leaves = self._streams
         here = _of_rule(unit.shard)
-        with torch.cuda.stream(arrives):
+        with on_stream(arrives, "h2d"):
             there = Shard(here.format, {name: segment.to(self.device, non_blocking=True) for name, segment in here.items()})
             gradient = unit.gradient.to(self.device, non_blocking=True)
         computes.wait_stream(arrives)
-        with torch.cuda.stream(computes):
+        with on_stream(computes):
             unit.apply(there, gradient)
         leaves.wait_stream(computes)
-        with torch.cuda.stream(leaves):
+        with on_stream(leaves, "d2h"):
             for name, segment in here.items():
                 segment.copy_(there[name], non_blocking=True)
         return _Copy(leaves.record_event(), there, gradient, unit.nbytes)

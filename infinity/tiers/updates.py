@@ -174,7 +174,7 @@ class Updater:
         gradient_job.wait()
         chunk.begin_change()
         with self.gradients.shard(chunk) as gradient:
-            for _ in self._compute(chunk, self.device_state(chunk), gradient, hyper):
+            for _ in self._compute(chunk, self.device_state(chunk), gradient, hyper, on_device=True):
                 pass
         self.take_snapshot(chunk)
         self.gradients.release(chunk)
@@ -250,7 +250,7 @@ class Updater:
                 if event is not None:
                     event.synchronize()
             clean = lease.begin_change()
-            computed = yield from self._compute(chunk, lease.shard, gradient, hyper, keeps_moments=in_two)
+            computed = yield from self._compute(chunk, lease.shard, gradient, hyper, on_device=False, keeps_moments=in_two)
             if in_two:  # pushed here, because an interrupt of the training thread could separate two jobs
                 chunk.update.moments_job = self.lane.push(
                     lambda: self._update_moments_on_host(chunk, lease, computed), chunk.title, ready=lambda: True, idle=True
@@ -286,9 +286,9 @@ class Updater:
             chunk.span.snapshot[chunk.shard] = chunk.weights_on_device
 
     def _compute(
-        self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper, *, keeps_moments: bool = False
+        self, chunk: ChunkState, state: Shard, gradient: torch.Tensor, hyper: Hyper, *, on_device: bool, keeps_moments: bool = False
     ) -> Generator[None, None, Computed]:
-        start, on_device = now(), gradient.is_cuda
+        start = now()
         first = self.events.device_mark() if on_device else None
         seed = self.seed if chunk.record.format.rounds else None
         computed = yield from update(chunk, self.params, state, gradient, hyper, self.processor, seed=seed, keeps_moments=keeps_moments)

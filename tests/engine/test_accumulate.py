@@ -1910,7 +1910,7 @@ def test_a_sum_whose_return_is_interrupted_is_not_kept_for_nvme(tmp_path, monkey
                     patch.setattr(GradientAdder, "put", interrupt)
                 comes_back(gradients, chunks)
 
-        def interrupt(*_):
+        def interrupt(*_, **options):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(Gradients, "stay_on_device", break_off)

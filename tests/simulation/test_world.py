@@ -73,7 +73,8 @@ def test_it_moves_the_bytes_of_a_real_engine(name, tmp_path):
 def test_steps_become_steady_and_repeat(tmp_path):
     first, again = (World(Rates()).run(lambda: play(tmp_path)) for _ in range(2))
     assert first == again
-    assert first[-1][1] == first[-3][1]  # every second step may begin with other records in host memory
+    for link, nbytes in first[-1][1].items():
+        assert nbytes == pytest.approx(first[-3][1][link], rel=0.2), link  # a step may put off other updates than the one before
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
@@ -87,7 +88,7 @@ def test_a_step_takes_the_time_of_its_slowest_part(tmp_path):
     world = World(Rates(drive=1e8))
     steps = world.run(lambda: play(tmp_path, num_steps=8))
     seconds = [sum(nbytes[link] for link in ("nvme_read", "nvme_write")) / 1e8 for _, nbytes in steps]
-    assert sum(seconds[3:]) < sum(each for each, _ in steps[3:]) < 1.25 * sum(seconds[3:])
+    assert 0.98 * sum(seconds[3:]) < sum(each for each, _ in steps[3:]) < 1.25 * sum(seconds[3:])  # bytes count when a transfer begins
     world = World(Rates(flops=1e9, device=1e15, host=1e15, drive=1e15))
     steps = world.run(lambda: play(tmp_path, num_steps=4))
     assert sum(each for each, _ in steps) == pytest.approx(world.compute_seconds, rel=0.05)
@@ -186,15 +187,15 @@ OPS = {
 def test_an_operation_has_the_shape_of_its_result(name):
     expected = OPS[name](torch.randn(A), torch.randn(B))
     spent = []
-    with NoBytes(lambda *cost: spent.append(cost)):
+    with NoBytes(spent.append):
         found = OPS[name](torch.randn(A), torch.randn(B))
     assert (found.shape, found.dtype, found.stride()) == (expected.shape, expected.dtype, expected.stride())
-    assert spent or name in ("split", "in place view", "small part")  # views and small tensors cost nothing
+    assert spent or name in ("split", "in place view")  # views cost nothing
     if name == "matmul":
-        assert spent[0] == (2 * 256 * 128 * 512, 4 * (256 * 128 + 128 * 512 + 256 * 512))
+        assert spent[0][:2] == (2 * 256 * 128 * 512, 4 * (256 * 128 + 128 * 512 + 256 * 512))
 
 
 def test_small_tensors_hold_their_values():
-    with NoBytes(lambda *cost: pytest.fail("small")):
+    with NoBytes(lambda work: None):
         small = torch.arange(KEPT_NBYTES // 8)
         assert small.sum().item() == len(small) * (len(small) - 1) // 2

@@ -11,6 +11,7 @@ from infinity.optim.adam import NormAccumulator
 from infinity.system.events import Events
 from infinity.system.lanes import Job
 from infinity.system.ranks import Ranks
+from infinity.system.streams import current_stream
 from infinity.system.waits import waits
 from infinity.tiers.arithmetic import add_norm
 from infinity.tiers.chunk_state import ChunkState
@@ -62,7 +63,7 @@ class GradientNorm:
         def add() -> NormAccumulator:  # the transfer may still be in its lane's queue
             stream = job.wait()
             if stream is not None:  # of a gradient that stays on the device
-                torch.cuda.current_stream(stream.device).wait_stream(stream)
+                current_stream(self.gradients.device).wait_stream(stream)
             with self.gradients.shard(chunk) as gradient:
                 add_norm(chunk, gradient, total)
             return total
