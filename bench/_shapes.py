@@ -28,6 +28,7 @@ SHAPES = {  # values by NAMES, whether the head is the embedding, and other opti
     "qwen7b": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "mixtral7b": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # 8 experts, 2 a token
     "mixtral7b-modules": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # the same, a module an expert
+    "mixtral7b-leaves": ("Mixtral", (2048, 5632, 24, 16, 8, 32000), False),  # the same, the experts of a layer fetched together
     "qwen30b": (  # 8 experts a token
         *("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), False),
         {"head_dim": 128, "moe_intermediate_size": 768, "num_experts": 128},
@@ -130,8 +131,11 @@ class Causal(nn.Module):
         told = {"max_position_embeddings": sequence, "tie_word_embeddings": is_tied, "use_cache": False}
         told |= dict(*others)
         config = getattr(transformers, f"{family}Config")(**dict(zip(NAMES, values)), **told, attn_implementation="sdpa")
-        with modules_for_experts() if name.endswith("-modules") else contextlib.nullcontext():
+        with modules_for_experts() if name.endswith(("-modules", "-leaves")) else contextlib.nullcontext():
             self.model = getattr(transformers, f"{family}ForCausalLM")(config)
+        if name.endswith("-leaves"):
+            for layer in self.model.model.layers:
+                infinity.leaf(layer.mlp)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming this name
             self.model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -10,7 +10,7 @@ dimensions of Qwen2.5-14B (48 layers, hidden 5120, MLP 13824, 40 heads, 8 of the
 22b is a Llama with the dimensions of Mistral Small (56 layers, hidden 6144, MLP 16384, 48 heads, 8 of them for keys, 32,768 tokens).
 24b and 32b have the shapes of Mistral Small 3 and Qwen2.5-32B, 70b that of Llama 3.1.
 mixtral7b has 24 layers of 8 experts (hidden 2048, MLP 5632, 32,000 tokens), 7.08 B parameters, 2.09 B of them a token.
-mixtral7b-modules is the same with a module an expert. qwen30b has the shape of Qwen3-30B-A3B. All
+mixtral7b-modules is the same with a module an expert, mixtral7b-leaves with `infinity.leaf` for the experts of a layer. qwen30b has the shape of Qwen3-30B-A3B. All
 train in bf16 with AdamW on fp32 masters and non-reentrant checkpointing of each layer. The loss is `infinity.linear_cross_entropy` of
 --loss-tokens at a time; with 0 the model computes the loss from all logits at once. With --compile each layer is compiled, for every
 engine. infinity has the default configuration except for the options given, and the model is built in `infinity.init`. by-layer is

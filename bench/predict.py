@@ -1,203 +1,165 @@
-"""Predicted against achieved step times (table T4): the simulator beside the engine, in many placements on this machine.
+"""Predicted against measured steps: `infinity plan`'s predictor beside the engine, after one `infinity calibrate` (table T4).
 
-    python bench/predict.py [--nvme DIR] [--samples 5] [--steps 3] [--only NAME...] [--json FILE] [--plot FILE]
+    python bench/predict.py [--nvme DIR] [--machine FILE] [--only ROW...] [--steps 6] [--limit 120] [--list] [--predict-only] [--json FILE] [--plot FILE]
 
-First `infinity calibrate` finds the settings of the drive and measures the machine. Then each configuration runs in two processes, the engine
-and plain PyTorch with the same model, which do some steps in turn. A machine's speed changes from second to second, so each sample takes
-only a few seconds. A sample measures drive, copies and updates without an engine, and plain PyTorch's compute. From these numbers the
-step is predicted. Then the engine makes the given number of steps, after one that does not count. The error of a configuration is the
-median over samples. The bar is 10 % in the median of all configurations, and 20 % at worst. A miss gives exit status 1, but only with 8
-configurations or more: a median of fewer has little meaning.
+First `infinity calibrate` measures the machine, unless --machine names a file. Then each row runs in a process of its own, and the same row is
+predicted. A step's time is the median of the steps after the second, its bytes are their mean. Memory is the most of a run: tensors on a GPU,
+pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers with random weights, 4,096 tokens a sequence, and the loss of
+4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An error is predicted / measured - 1.
+
+The bars: seconds 7 % in the median and 15 % at worst, bytes of each link 2 %, memory of each tier 3 %. A link counts if it moves 5 % of the
+bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning. --predict-only
+prints the predictions for --machine, and needs no GPU.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import _common
 import torch
+from _shapes import Causal, draw_tokens, make
 
 import infinity
 from infinity.config import Config
-from infinity.formats.dtypes import TORCH_DTYPES
+from infinity.errors import BudgetError
 from infinity.model.gpt import GPT
 from infinity.output import pyplot, table, write_json
-from infinity.tools.measure import probes
-from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.meta_models import gpt
-from infinity.tools.predict.prediction import predict
-from infinity.tools.predict.workload import workload
+from infinity.plan.tiers import DEVICE, HOST, NVME
+from infinity.system.events import LINKS
+from infinity.tools.machine import Machine
+from infinity.tools.predict.meta_models import Subject
+from infinity.tools.predict.prediction import Prediction, predict
+from infinity.tools.predict.simulated_run import TrainingStep
 
-WARM_UP_STEPS = 3
-MAX_SECONDS = 1800  # per configuration; a longer run hangs
-MEDIAN_BAR, WORST_BAR = 0.1, 0.2
-LEAST_CONFIGURATIONS = 8  # for the bar to count
+MEDIAN_BAR, WORST_BAR, BYTES_BAR, MEMORY_BAR = 0.07, 0.15, 0.02, 0.03
+LEAST_ROWS = 8  # for the bars to count
+LEAST_SHARE = 0.05  # of the bytes of the weights, for a link that counts
+NUM_WARM_UP = 2
+SEQUENCE = 4096
+GPT_51M = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128}
+TIERS = {"device": DEVICE, "host": HOST, "nvme": NVME}
 
-CUDA_MODEL = {"hidden": 1536, "layers": 4, "heads": 12, "vocab": 32000, "seq": 1024, "batch": 4}
-CPU_MODEL = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128, "batch": 1}
 
-NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme"}
-CONFIGURATIONS = {
-    "nvme": NVME | {"residency": "none", "update": "backward"},
-    "nvme, deferred": NVME | {"residency": "none", "update": "deferred"},
-    "nvme, chunks of 2 MiB": NVME | {"residency": "none", "chunk_mib": 2.0},
-    "nvme, chunks of 16 MiB": NVME | {"residency": "none", "chunk_mib": 16.0},
-    "nvme, batch x 4": NVME | {"residency": "none", "batch": 4},
-    "weights host, states nvme": {"param_tier": "host", "optimizer_state_tier": "nvme"},
-    "half in host memory": {"host_share": 0.5},
-    "host": {"param_tier": "host", "optimizer_state_tier": "host", "update": "backward"},
-    "host, deferred": {"param_tier": "host", "optimizer_state_tier": "host", "update": "deferred"},
-    "host, batch x 4": {"param_tier": "host", "optimizer_state_tier": "host", "batch": 4},
-    "host, no checkpointing": {"param_tier": "host", "optimizer_state_tier": "host", "checkpoint": False},
-    "device": {"param_tier": "device", "optimizer_state_tier": "device"},
+def on(tier: str, **config) -> dict:
+    return {"param_tier": tier, "optimizer_state_tier": tier} | config
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """model: of `_shapes`, or "gpt". micro_batch: sequences. config: of the engine. checkpoint: activations are recomputed."""
+
+    model: str
+    micro_batch: int
+    config: dict
+    num_micro_batches: int = 1
+    by_layer: bool = False
+    max_grad_norm: float | None = None
+    checkpoint: bool = True
+
+
+def llama(model: str, config: dict | None = None, micro_batch: int = 4, *, clip: bool = True, loop: int = 1, layer: int = 1) -> Row:
+    return Row(model, micro_batch, config or {}, max(loop, layer), layer > 1, 1.0 if clip else None)
+
+
+def small(config: dict, micro_batch: int = 1, **others) -> Row:
+    return Row("gpt", micro_batch, {"dtype": "fp32"} | config, **others)
+
+
+NO_CACHE = on("nvme", residency="none")
+ROWS = {
+    "cuda": {
+        "1 B": llama("1b"),
+        "1 B, 16 sequences": llama("1b", micro_batch=16),
+        "1 B, host": llama("1b", on("host")),
+        "1 B, nvme": llama("1b", on("nvme", host_memory="8GiB", device_memory="6GiB"), clip=False),
+        "1 B, nvme, loop": llama("1b", on("nvme", host_memory="8GiB", device_memory="6GiB"), clip=False, loop=2),
+        "1 B, nvme, by layer": llama("1b", on("nvme", host_memory="6GiB", device_memory="3GiB"), layer=8),
+        "3 B": llama("3b"),
+        "3 B, host": llama("3b", on("host")),
+        "3 B, host, loop": llama("3b", on("host"), loop=4),
+        "3 B, host, by layer": llama("3b", on("host"), layer=4),
+        "3 B, small device": llama("3b", {"device_memory": "12GiB"}),
+        "3 B, nvme": llama("3b", on("nvme", host_memory="24GiB", device_memory="10GiB"), clip=False),
+        "3 B, nvme, by layer": llama("3b", on("nvme", host_memory="24GiB", device_memory="16GiB"), layer=8),
+        "8 B": llama("8b", clip=False),
+        "8 B, clipped": llama("8b"),
+        "8 B, 8k tokens": llama("8b", micro_batch=2),
+        "8 B, small device": llama("8b", {"device_memory": "30GiB"}),
+        "8 B, small device, not clipped": llama("8b", {"device_memory": "30GiB"}, clip=False),
+        "8 B, loop": llama("8b", {"device_memory": "40GiB"}, loop=4),
+        "8 B, by layer": llama("8b", {"device_memory": "40GiB"}, layer=4),
+        "8 B, by layer, 128k tokens": llama("8b", {"device_memory": "40GiB"}, layer=8),
+        "14 B": llama("14b", clip=False),
+    },
+    "cpu": {
+        "nvme": small(NO_CACHE | {"update": "backward"}),
+        "nvme, deferred": small(NO_CACHE | {"update": "deferred"}),
+        "nvme, chunks of 2 MiB": small(NO_CACHE | {"chunk_mib": 2.0}),
+        "nvme, chunks of 16 MiB": small(NO_CACHE | {"chunk_mib": 16.0}),
+        "nvme, batch x 4": small(NO_CACHE, 4),
+        "nvme, clipped": small(NO_CACHE, max_grad_norm=1.0),
+        "weights host, states nvme": small({"param_tier": "host", "optimizer_state_tier": "nvme"}),
+        "half in host memory": small({"host_memory": "300MiB", "device_memory": "120MiB"}),
+        "host": small(on("host", update="backward")),
+        "host, deferred": small(on("host", update="deferred")),
+        "host, batch x 4": small(on("host"), 4),
+        "host, no checkpointing": small(on("host"), checkpoint=False),
+        "device": small(on("device")),
+        "nvme, loop": small(NO_CACHE, num_micro_batches=3),
+        "nvme, by layer": small(NO_CACHE | {"device_memory": "150MiB"}, num_micro_batches=3, by_layer=True),
+        "host, loop": small(on("host", device_memory="150MiB"), num_micro_batches=3),
+    },
 }
-BF16_ONLY = {"nvme, bf16 moments": NVME | {"residency": "none", "optimizer_state_dtype": "bf16"}}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", type=Path, default=Path("infinity-swap"), help="made if it does not exist")
-    parser.add_argument("--samples", type=_common.positive, default=5)
-    parser.add_argument("--steps", type=_common.positive, default=3, help="of a sample")
-    parser.add_argument("--only", nargs="+", choices=[*CONFIGURATIONS, *BF16_ONLY], help="these configurations")
+    parser.add_argument("--machine", type=Path, help="a file of infinity calibrate")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows")
+    parser.add_argument("--steps", type=_common.positive, default=6)
+    parser.add_argument("--limit", type=_common.positive_float, default=120, help="seconds of a measured row")
+    parser.add_argument("--list", action="store_true", help="print the names of the rows")
+    parser.add_argument("--predict-only", action="store_true", help="measure nothing")
     parser.add_argument("--runner", help=argparse.SUPPRESS)
     options = _common.parse(parser)
     if options.runner:
-        serve(**json.loads(options.runner))
+        print("row " + json.dumps(measure(**json.loads(options.runner))), flush=True)
+        os._exit(0)  # a row's swap files are gone with its directory
+    if options.predict_only and options.machine is None:
+        parser.error("--predict-only: name a machine with --machine")
+    kind = Machine.load(options.machine).device if options.machine else "cuda" if torch.cuda.is_available() else "cpu"
+    rows = ROWS[kind]
+    if unknown := [name for name in options.only or () if name not in rows]:
+        parser.error(f"--only {unknown[0]!r}: the rows are {', '.join(map(repr, rows))}")
+    if options.list:
+        print("\n".join(rows))
         return 0
     options.nvme.mkdir(parents=True, exist_ok=True)
-    cuda = torch.cuda.is_available()
-    chosen = CONFIGURATIONS | (BF16_ONLY if cuda else {})
-    machine = measured(options.nvme)
-    rows, lines = {}, []
-    for name in options.only or chosen:
-        rows[name] = row = run(options, machine, CUDA_MODEL if cuda else CPU_MODEL, dict(chosen[name]))
-        errors = [sample["error"] for sample in row["samples"]]
-        spread = f"{min(errors):+.1%} to {max(errors):+.1%}"
-        lines.append([name, f"{row['predicted']:.3f}", f"{row['achieved']:.3f}", f"{row['error']:+.1%}", spread])
-        print(*lines[-1], sep=", ", file=sys.stderr, flush=True)
-    print(table(["configuration", "predicted, s", "achieved, s", "error", "of all samples"], lines))
-    errors = [abs(row["error"]) for row in rows.values()]
-    median, worst = statistics.median(errors), max(errors)
-    print(f"error: {median:.1%} in the median, {worst:.1%} at worst; {len(errors)} configurations; torch {torch.__version__}")
-    if options.json:
-        write_json(options.json, {"machine": machine.to_table(), "rows": rows})
-    if options.plot:
-        plot(rows, options.plot)
-    missed = not (median <= MEDIAN_BAR and all(error <= WORST_BAR for error in errors))
-    if missed:
-        counts = "" if len(errors) >= LEAST_CONFIGURATIONS else f", which counts from {LEAST_CONFIGURATIONS} configurations on"
-        print(f"that misses the bar of {MEDIAN_BAR:.0%} in the median and {WORST_BAR:.0%} at worst{counts}")
-    return int(missed and len(errors) >= LEAST_CONFIGURATIONS)
+    machine = Machine.load(options.machine) if options.machine else calibrated(options.nvme)
+    found = {}
+    for name in options.only or rows:
+        found[name] = pair = {"predicted": predicted(rows[name], machine)}
+        if not options.predict_only:
+            pair["measured"] = in_a_process(kind, name, options)
+        print(name, *(f"{which} {told(value)}" for which, value in pair.items()), sep="; ", flush=True)
+        if options.json:
+            write_json(options.json, {"machine": machine.to_table(), "rows": found, "torch": torch.__version__})
+    compared = {name: compare(pair) for name, pair in found.items() if "s" in pair.get("measured", {}) and "s" in pair["predicted"]}
+    if options.plot and compared:
+        plot(found, compared, options.plot)
+    return judge(found, compared) if compared else int(not options.predict_only)
 
 
-def run(options, machine: Machine, base: dict, settings: dict) -> dict:
-    """One configuration: medians of predicted and achieved seconds and of the error, and all samples."""
-    model = base | {"batch": base["batch"] * settings.pop("batch", 1)}
-    checkpoint = settings.pop("checkpoint", True)
-    dtype = "bf16" if machine.device == "cuda" else "fp32"
-    if share := settings.pop("host_share", None):
-        with torch.device("meta"):
-            num = sum(param.numel() for param in made(model, checkpoint).parameters())
-        settings |= {"host_memory": int(share * num * 12), "device_memory": int(num * TORCH_DTYPES[dtype].itemsize * 0.6)}
-    settings |= {"dtype": dtype}
-    told = {"model": model, "checkpoint": checkpoint, "device": machine.device}
-    samples = []
-    with runner(told | {"settings": None}) as plain, runner(told | {"settings": settings | {"swap_dirs": str(options.nvme)}}) as engine:
-        plain(WARM_UP_STEPS)
-        engine(WARM_UP_STEPS)
-        for _ in range(options.samples):
-            at_hand = calibrated(machine, options.nvme)
-            compute = plain(options.steps)
-            sample = predicted(at_hand, model, checkpoint, settings, compute) | {"achieved": engine(options.steps)}
-            samples.append(sample | {"error": sample["predicted"] / sample["achieved"] - 1})
-    medians = {what: statistics.median(sample[what] for sample in samples) for what in ("predicted", "achieved", "error")}
-    return medians | {"model": model, "checkpoint": checkpoint, "settings": settings, "samples": samples}
-
-
-@contextlib.contextmanager
-def runner(told: dict):
-    """A process that trains. Returns a function: run so many steps, and return the seconds of one."""
-    command = [sys.executable, __file__, "--runner", json.dumps(told)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-
-        def steps(count: int) -> float:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(f"{count}\n")
-                process.stdin.flush()
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"the run of {told['settings'] or 'plain PyTorch'} has ended early")
-            return float(line)
-
-        limit = threading.Timer(MAX_SECONDS, process.kill)
-        limit.start()
-        try:
-            yield steps
-        finally:
-            limit.cancel()
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()  # ends the process
-            try:
-                process.wait(MAX_SECONDS / 10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def serve(model: dict, checkpoint: bool, device: str, settings: dict | None) -> None:
-    """In a separate process: read a number of steps from each input line, train, and print the seconds of one step.
-
-    settings: of the engine; None for plain PyTorch, forward and backward only. One step that does not count goes first.
-    """
-    answers, sys.stdout = sys.stdout, sys.stderr
-    tokens = torch.randint(0, model["vocab"], (model["batch"], model["seq"]), device=device)
-    with torch.device(device), infinity.init(Config(**settings)) if settings else contextlib.nullcontext():
-        subject = made(model, checkpoint)
-    if settings:
-        optimizer = infinity.AdamW(subject.parameters(), lr=1e-4)
-    elif device == "cuda":
-        subject.bfloat16()
-
-    def step() -> None:
-        loss = subject(tokens, tokens)
-        loss.backward()
-        if settings:
-            optimizer.step()
-            optimizer.zero_grad()
-        else:
-            subject.zero_grad()
-        loss.item()
-
-    with infinity.engine_of(subject) if settings else contextlib.nullcontext() as engine:
-        for line in sys.stdin:
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(int(line)):
-                step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds = (time.perf_counter() - start) / int(line)
-            if settings:  # deferred work must not disturb the next measurement
-                engine.updater.drain()
-                engine.records.flush()
-            print(seconds, file=answers, flush=True)
-
-
-def made(model: dict, checkpoint: bool) -> GPT:
-    return GPT(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq")), checkpoint_activations=checkpoint)
-
-
-def measured(nvme: Path) -> Machine:
+def calibrated(nvme: Path) -> Machine:
     """This machine, measured by `infinity calibrate`. If calibrate fails, its message and exit status are used."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "infinity.toml"
@@ -207,54 +169,142 @@ def measured(nvme: Path) -> Machine:
         return Machine.load(output)
 
 
-def calibrated(machine: Machine, nvme: Path) -> Machine:
-    """The machine with the present rates of drive, copies and updates."""
-    rates = _common.drive_rates(nvme, 3)
-    device = torch.device(machine.device)
-    copies = {}
-    for name, to_device in (("h2d", True), ("d2h", False)):
-        if not copies or device.type == "cuda":
-            with contextlib.closing(probes.Copies(device, 8 << 20, to_device=to_device)) as probe:
-                gbps = statistics.median(probes.rates(probe, 3)) / 1e9
-        copies[name] = gbps  # memory to memory, equal in both directions
-    update = probes.update_rate(torch.device("cpu")) / 1e9
-    return dataclasses.replace(
-        machine,
-        update_gparams=update,
-        device_update_gparams=probes.update_rate(device) / 1e9 if device.type == "cuda" else update,
-        **{f"{name}{all_}_gbps": gbps for name, gbps in copies.items() for all_ in ("", "_all")},
-        drives=(dataclasses.replace(machine.drives[0], **{f"{mix}_gbps": rate / 1e9 for mix, rate in rates.items()}),),
-    )
+def in_a_process(kind: str, name: str, options) -> dict:
+    """The measured row, or {"error": reason}."""
+    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+        told = {"kind": kind, "name": name, "num_steps": options.steps, "folder": folder}
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, "--runner", json.dumps(told)], capture_output=True, text=True, timeout=options.limit
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not over after {options.limit:.0f} s"}
+    line = next((line for line in done.stdout.splitlines() if line.startswith("row ")), None)
+    return json.loads(line[4:]) if line else {"error": (done.stderr.strip().splitlines() or ["no result"])[-1]}
 
 
-def predicted(machine: Machine, model: dict, checkpoint: bool, settings: dict, compute_seconds: float) -> dict:
-    """The simulator's result."""
-    subject = gpt(*(model[name] for name in ("hidden", "layers", "heads", "vocab", "seq", "batch")), settings["dtype"])
-    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=checkpoint)
-    machine = dataclasses.replace(machine, device_tflops=load.step_flops / compute_seconds / 1e12)
-    prediction = predict(subject.model, load, machine, Config(**settings))
-    simulation = prediction.simulation
+def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
+    """Train a row here. Returns seconds, bytes by link, and bytes of memory by tier."""
+    row, device = ROWS[kind][name], torch.device(kind)
+    with infinity.init(Config(device=kind, swap_dirs=folder, verbose=False, **row.config)):
+        model = made(row, device)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-5, accumulation_steps=row.num_micro_batches, max_grad_norm=row.max_grad_norm)
+    engine = infinity.engine_of(model)
+    batches, seconds, moved = [batch_of(row, device, number) for number in range(row.num_micro_batches)], [], []
+    for _ in range(num_steps):
+        before, start = {link: engine.stats()["links"][link]["nbytes"] for link in LINKS}, time.perf_counter()
+        if row.by_layer:
+            infinity.accumulate(model, batches, lambda model, batch: model(*batch) / len(batches))
+        else:
+            for batch in batches:
+                (model(*batch) / len(batches)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        moved.append({link: engine.stats()["links"][link]["nbytes"] - before[link] for link in LINKS})
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    memory = {"nvme": sum(path.stat().st_blocks * 512 for path in files)}
+    if kind == "cuda":
+        memory |= {"device": torch.cuda.max_memory_allocated(), "host": engine.stats()["pinned_host_nbytes"]}
+    last = range(NUM_WARM_UP, num_steps)
     return {
-        "predicted": prediction.step_seconds,
-        "compute": compute_seconds,
-        "busy": simulation.busy_seconds,
-        "stalls": simulation.stall_seconds,
-        "bytes": simulation.nbytes,
+        "s": statistics.median(seconds[step] for step in last),
+        "steps": seconds,
+        "nbytes": {link: statistics.fmean(moved[step][link] for step in last) for link in LINKS},
+        "memory": memory,
+        "num_chunks": len(engine.layout.chunks),
     }
 
 
-def plot(rows: dict, path: Path) -> None:
+def made(row: Row, device: torch.device):
+    if row.model == "gpt":
+        return GPT(**GPT_51M, checkpoint_activations=row.checkpoint)
+    return make(row.model, SEQUENCE, SEQUENCE, device)
+
+
+def batch_of(row: Row, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, each int64 [micro_batch, tokens]."""
+    if row.model == "gpt":
+        drawn = torch.randint(GPT_51M["vocab"], (row.micro_batch, GPT_51M["seq"] + 1), generator=torch.Generator().manual_seed(seed))
+    else:
+        drawn = draw_tokens(row.model, row.micro_batch, SEQUENCE, seed)
+    drawn = drawn.to(device)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def predicted(row: Row, machine: Machine) -> dict:
+    """As `measure`, without the single steps, or {"error": reason}."""
+    model = made(row, torch.device("meta")) if row.model != "gpt" else None
+    if model is None:
+        with torch.device("meta"):
+            model = made(row, torch.device("meta"))
+    names = ("tokens", "following") if isinstance(model, Causal) else ("tokens", "targets")
+    tokens = torch.empty(row.micro_batch, SEQUENCE if isinstance(model, Causal) else GPT_51M["seq"], dtype=torch.int64, device="meta")
+    subject = Subject(row.model, model, dict.fromkeys(names, tokens), tokens.numel())
+    step = TrainingStep(num_micro_batches=row.num_micro_batches, by_layer=row.by_layer, max_grad_norm=row.max_grad_norm)
+    begin = time.perf_counter()
+    try:
+        found: Prediction = predict(subject, machine, Config(**row.config), step)
+    except BudgetError as error:
+        return {"error": str(error)}
+    memory = {name: found.memory[tier].needed for name, tier in TIERS.items() if machine.device == "cuda" or name == "nvme"}
+    nbytes = {link: found.uses[link].nbytes for link in LINKS}
+    times = {"s": found.step_seconds, "compute_s": found.compute_seconds, "took_s": time.perf_counter() - begin}
+    return times | {"nbytes": nbytes, "memory": memory, "num_chunks": len(found.layout.chunks), "num_parameters": found.layout.num_parameters}
+
+
+def told(value: dict) -> str:
+    if "error" in value:
+        return value["error"]
+    moved = ", ".join(f"{link} {nbytes / 1e9:.2f} GB" for link, nbytes in value["nbytes"].items() if nbytes)
+    return f"{value['s']:.3f} s, {moved}, " + ", ".join(f"{tier} {nbytes / 2**30:.2f} GiB" for tier, nbytes in value["memory"].items() if nbytes)
+
+
+def compare(pair: dict) -> dict:
+    """Errors of a row: of seconds, of each link that counts, and of each tier."""
+    before, after = pair["predicted"], pair["measured"]
+    least = LEAST_SHARE * 2 * before["num_parameters"]
+    links = {link: before["nbytes"][link] / nbytes - 1 for link, nbytes in after["nbytes"].items() if nbytes > least}
+    tiers = {tier: before["memory"][tier] / nbytes - 1 for tier, nbytes in after["memory"].items() if nbytes > least}
+    return {"s": before["s"] / after["s"] - 1, "links": links, "memory": tiers}
+
+
+def judge(found: dict, compared: dict) -> int:
+    """Print the table and the bars. Returns the exit status."""
+
+    def worst(errors: dict) -> str:
+        name = max(errors, key=lambda name: abs(errors[name]), default=None)
+        return f"{errors[name]:+.1%} {name}" if name else "-"
+
+    rows = [
+        [name, f"{found[name]['predicted']['s']:.3f}", f"{found[name]['measured']['s']:.3f}", f"{each['s']:+.1%}", worst(each["links"]), worst(each["memory"])]
+        for name, each in compared.items()
+    ]
+    print(table(["row", "predicted, s", "measured, s", "error", "bytes, worst", "memory, worst"], rows))
+    seconds = [abs(each["s"]) for each in compared.values()]
+    nbytes = max((abs(error) for each in compared.values() for error in each["links"].values()), default=0.0)
+    memory = max((abs(error) for each in compared.values() for error in each["memory"].values()), default=0.0)
+    median = statistics.median(seconds)
+    print(f"{len(rows)} rows: seconds {median:.1%} in the median, {max(seconds):.1%} at worst; bytes {nbytes:.1%}, memory {memory:.1%} at worst")
+    missed = median > MEDIAN_BAR or max(seconds) > WORST_BAR or nbytes > BYTES_BAR or memory > MEMORY_BAR
+    if missed:
+        print(f"that misses a bar: {MEDIAN_BAR:.0%} and {WORST_BAR:.0%}, {BYTES_BAR:.0%}, {MEMORY_BAR:.0%}")
+    return int(missed and len(rows) >= LEAST_ROWS)
+
+
+def plot(found: dict, compared: dict, path: Path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 6), layout="constrained")
-    achieved = [row["achieved"] for row in rows.values()]
-    times = [row["predicted"] for row in rows.values()]
-    ends = [0.7 * min(achieved + times), 1.4 * max(achieved + times)]
+    points = {name: (found[name]["measured"]["s"], found[name]["predicted"]["s"]) for name in compared}
+    ends = [0.7 * min(map(min, points.values())), 1.4 * max(map(max, points.values()))]
     axis.plot(ends, ends, color="black", linewidth=1)
-    axis.fill_between(ends, [0.9 * end for end in ends], [1.1 * end for end in ends], alpha=0.15, label="within 10 %")
-    for (name, row), seconds in zip(rows.items(), achieved):
-        axis.plot(seconds, row["predicted"], "o")
-        axis.annotate(name, (seconds, row["predicted"]), fontsize=8, xytext=(6, -3), textcoords="offset points")
-    axis.set(xscale="log", yscale="log", xlabel="achieved, s a step", ylabel="predicted, s a step", xlim=ends, ylim=ends)
+    axis.fill_between(ends, [(1 - WORST_BAR) * end for end in ends], [(1 + WORST_BAR) * end for end in ends], alpha=0.15, label="within 15 %")
+    for name, point in points.items():
+        axis.plot(*point, "o", markersize=4)
+        axis.annotate(name, point, fontsize=7, xytext=(6, -3), textcoords="offset points")
+    axis.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted, s a step", xlim=ends, ylim=ends)
     axis.legend()
     figure.savefig(path, dpi=120)
 

@@ -2,7 +2,7 @@
 
     python bench/scale.py [--params 1e12] [--machine h200x8] [--batches 2 4 8] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
 
-Only the simulator runs. The machine is a file, and each node has its own drives. With more nodes, each drive moves fewer bytes a step,
+The engine itself runs, without bytes. The machine is a file, and each node has its own drives. With more nodes, each drive moves fewer bytes a step,
 and each device computes as much as before.
 """
 
@@ -15,13 +15,13 @@ import _common
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.output import pyplot, table, write_json
-from infinity.sizes import format_bytes
 from infinity.plan.tiers import DEVICE
+from infinity.sizes import format_bytes
+from infinity.tools.machine import Machine
 from infinity.tools.predict.formulas import gpt_size
-from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.meta_models import gpt
 from infinity.tools.predict.prediction import predict
-from infinity.tools.predict.workload import workload
+from infinity.tools.predict.simulated_run import TrainingStep
 
 SEQ, VOCAB = 1024, 50257
 
@@ -38,20 +38,19 @@ def main():
     found = {}
     for batch in options.batches:
         subject = gpt(hidden, layers, hidden // 128, VOCAB, SEQ, batch, "bf16")
-        load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
         print(subject.title)
         for nodes in options.nodes:
             machine = dataclasses.replace(node, nodes=nodes)
             try:
-                prediction = predict(subject.model, load, machine, Config())
+                prediction = predict(subject, machine, Config(), TrainingStep(recompute=True))
             except BudgetError as error:
                 print(f"  {nodes} nodes: {error}")
                 continue
             found[batch, nodes] = row = {
                 "seconds": prediction.step_seconds,
                 "compute_seconds": prediction.compute_seconds,
-                "tflops": load.step_flops / prediction.step_seconds / 1e12,
-                "tokens_per_second": load.tokens * machine.world / prediction.step_seconds,
+                "tflops": prediction.compute_seconds / prediction.step_seconds * machine.device_tflops,
+                "tokens_per_second": prediction.tokens * machine.world / prediction.step_seconds,
                 "bottleneck": prediction.bottleneck,
                 "device_nbytes": prediction.memory[DEVICE].needed,
                 "nvme_nbytes": prediction.placement.nvme_nbytes * machine.devices,

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from infinity import config_files
+
 FOLDER = Path(__file__).parent.parent / "bench"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if not path.name.startswith("_"))
 SMALL = "--hidden 64 --layers 2 --vocab 128 --seq 16 --device cpu --dtype fp32".split()
@@ -122,23 +124,47 @@ def test_overhead_ends_with_status_1_if_losses_differ_too_much(bench, monkeypatc
     assert [len(times) for times in json.loads(path.read_text())["seconds"].values()] == [3, 3]
 
 
+def pair_of(seconds=0.0, read=0.0, device=0.0):
+    """A row of bench/predict.py with these errors."""
+    measured = {"s": 2.0, "nbytes": {"nvme_read": 1e9, "h2d": 10}, "memory": {"device": 1e9}, "num_chunks": 1}
+    predicted = {"s": 2 * (1 + seconds), "nbytes": {"nvme_read": 1e9 * (1 + read), "h2d": 0}, "memory": {"device": 1e9 * (1 + device)}}
+    return {"measured": measured, "predicted": predicted | {"num_parameters": 10**8}}
+
+
 @pytest.mark.parametrize(
-    ("errors", "status"),
-    [([0.11] * 7, 0), ([0.1] * 8, 0), ([-0.11] * 8, 1), ([0.0] * 7 + [0.21], 1), ([0.0] * 7 + [float("nan")], 1)],
+    ("pairs", "status"),
+    [
+        ([pair_of(0.08)] * 7, 0),
+        ([pair_of(0.06)] * 8, 0),
+        ([pair_of(-0.08)] * 8, 1),
+        ([pair_of()] * 7 + [pair_of(0.16)], 1),
+        ([pair_of()] * 7 + [pair_of(read=0.03)], 1),
+        ([pair_of()] * 7 + [pair_of(device=-0.04)], 1),
+    ],
 )
-def test_predict_ends_with_status_1_if_predictions_are_wrong(bench, errors, status, monkeypatch, tmp_path):
-    module, left = bench("predict"), iter(errors)
+def test_predict_ends_with_status_1_if_predictions_are_wrong(bench, pairs, status):
+    """A link that moves few bytes does not count."""
+    module = bench("predict")
+    found = {str(number): pair for number, pair in enumerate(pairs)}
+    assert module.judge(found, {name: module.compare(pair) for name, pair in found.items()}) == status
 
-    def run(*_):
-        error = next(left)
-        return {"predicted": 1.0, "achieved": 1.0, "error": error, "samples": [{"error": error}]}
 
-    monkeypatch.setattr(module, "measured", lambda nvme: None)
-    monkeypatch.setattr(module, "run", run)
-    nvme = tmp_path / "a" / "b"
-    monkeypatch.setattr(sys, "argv", ["predict.py", "--nvme", str(nvme), "--only", *list(module.CONFIGURATIONS)[: len(errors)]])
-    assert module.main() == status
-    assert nvme.is_dir()
+@pytest.mark.long
+def test_predict_measures_and_predicts_rows_of_the_cpu(bench, monkeypatch, tmp_path):
+    """The same layout, and the same bytes of links."""
+    machine = {"device": "cpu", "device_memory": "6GB", "host_memory": "16GB", "device_tflops": 0.05, "device_update_gparams": 0.5}
+    machine |= {"update_gparams": 0.5, "h2d_gbps": 5.0, "d2h_gbps": 5.0, "h2d_all_gbps": 5.0, "d2h_all_gbps": 5.0}
+    machine |= {"drives": [{"read_gbps": 1.0, "write_gbps": 1.0, "mixed_gbps": 1.0}]}
+    (tmp_path / "machine.toml").write_text(config_files.to_toml({"machine": machine}))
+    path, rows = tmp_path / "found.json", ["host", "nvme, clipped"]
+    options = ["--nvme", str(tmp_path / "a" / "b"), "--machine", str(tmp_path / "machine.toml"), "--json", str(path), "--only", *rows]
+    monkeypatch.setattr(sys, "argv", ["predict.py", *options])
+    assert bench("predict").main() == 0  # too few rows for the bars
+    found = json.loads(path.read_text())["rows"]
+    assert list(found) == rows
+    for row in found.values():
+        assert row["measured"]["num_chunks"] == row["predicted"]["num_chunks"]
+        assert row["predicted"]["nbytes"]["update"] == pytest.approx(row["measured"]["nbytes"]["update"], rel=0.05)
 
 
 def test_an_error_of_a_process_ends_the_tiling_bench(bench, monkeypatch):
@@ -164,7 +190,7 @@ def test_shapes_of_finetune_have_the_right_parameters_and_flops(bench):
     pytest.importorskip("transformers")
     module = bench("_shapes")
     sizes = {name: module.size_of(name, 4096) for name in module.SHAPES}
-    assert {name: round(size.num_parameters / 1e9, 2) for name, size in sizes.items() if name != "tiny"} == {
+    assert {name: round(size.num_parameters / 1e9, 2) for name, size in sizes.items() if name not in ("tiny", "mixtral7b-leaves")} == {
         "1b": 1.24,
         "3b": 3.21,
         "8b": 8.03,

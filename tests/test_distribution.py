@@ -97,7 +97,7 @@ def test_the_wheel_works_outside_of_a_checkout(installed, tmp_path):
         return run(*words, cwd=tmp_path, statuses=statuses, PYTHONPATH=str(installed), OMP_NUM_THREADS="1")
 
     program = installed / "bin" / "infinity"
-    source = "import infinity, aio_ext; from infinity.tools.predict.machine import Machine; print(infinity.__file__, aio_ext.__file__)"
+    source = "import infinity, aio_ext; from infinity.tools.machine import Machine; print(infinity.__file__, aio_ext.__file__)"
     where = command(sys.executable, "-c", source + "; print(Machine.load('h200x8').name)")
     assert where == f"{installed}/infinity/__init__.py {installed}/aio_ext/__init__.py\n8 x H200, 8 x NVMe\n"
     assert command(program, "--version").startswith(f"infinity {infinity.__version__}, PyTorch ")

@@ -20,10 +20,10 @@ from infinity.errors import RenamedWarning
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
+from infinity.tools.machine import Machine
 from infinity.tools.measure import calibration, drive_tuning, figures, link_rates, probes, search
 from infinity.tools.measure.calibration_report import calibration_warnings
 from infinity.tools.measure.figures import Figure, OtherProcesses
-from infinity.tools.predict.machine import Machine
 
 MIB = 1 << 20
 START = Drive()
@@ -140,7 +140,7 @@ SMALL = """
     torch.set_num_threads(1)
     drives._SECONDS = 0.001
     probes.ROUND_NBYTES, probes.UPDATE_NUMEL = 1 << 20, 1 << 16
-    probes.BLOCKS = {"cpu": (64, 2, 1, 16, torch.float32)}
+    probes.CPU_BLOCK, probes.UPDATE_RECORDS = (64, 2, 1, 16), 4
     drive_tuning.MOST_NBYTES, link_rates.LINK_NBYTES, figures.NUM_ROUNDS = drive_tuning.LEAST_NBYTES, 1 << 20, 1
 """
 
@@ -151,7 +151,8 @@ def small(monkeypatch, one_thread):
     monkeypatch.setattr(drives, "_WRITES_NBYTES", [2 * MIB, 4 * MIB])
     monkeypatch.setattr(probes, "ROUND_NBYTES", MIB)
     monkeypatch.setattr(probes, "UPDATE_NUMEL", 1 << 16)
-    monkeypatch.setattr(probes, "BLOCKS", {"cpu": (64, 2, 1, 16, torch.float32)})
+    monkeypatch.setattr(probes, "CPU_BLOCK", (64, 2, 1, 16))
+    monkeypatch.setattr(probes, "UPDATE_RECORDS", 4)
     monkeypatch.setattr(drive_tuning, "MOST_NBYTES", drive_tuning.LEAST_NBYTES)
     monkeypatch.setattr(link_rates, "LINK_NBYTES", MIB)
     monkeypatch.setattr(figures, "NUM_ROUNDS", 1)  # every figure repeats
@@ -293,24 +294,23 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
     monkeypatch.setattr(figures, "LEAST_SECONDS", 20e-6)
     monkeypatch.setattr(figures, "MOST_RATIO", 1e3)
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
-    monkeypatch.setattr(probes, "op_seconds", lambda device: 30e-6)
-    monkeypatch.setattr(probes, "chunk_seconds", slowed(lambda device: 500.0, 1e6))
+    monkeypatch.setattr(probes, "op_seconds", slowed(lambda device: 500.0, 1e6))
     monkeypatch.setattr(drive_tuning, "_median_rate", slowed(drive_tuning._median_rate, 1e6))  # each of three mixes is slow in one round
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0
     shown = capsys.readouterr()
-    for name in ("products", "overhead of a chunk", f"{paths[0]}, write"):
+    for name in ("products", "overhead of an op", f"{paths[0]}, write"):
         (line,) = [line for line in shown.err.splitlines() if line.startswith(f"infinity: warning: {name}: ")]
         assert line.endswith("in 2 rounds: the values differ too much and are not written")
     assert "infinity: warning: run calibrate again when no other program runs on this machine" in shown.err
     written = config_files.read(output)["machine"]
-    assert not {"device_tflops", "chunk_overhead_us"} & written.keys() and written["update_gparams"] > 0
+    assert not {"device_tflops", "op_overhead_us"} & written.keys() and written["update_gparams"] > 0
     assert "write_gbps" not in written["drives"][0] and written["drives"][0]["capacity"] > 0
     assert "not known: machine: device_tflops, drives[0]." in shown.out
     assert everything_in(paths[0]) == []  # no drive settings: engines measure, or use defaults
 
     machine = Machine.load(output)
-    assert machine.device_tflops is None and machine.chunk_overhead_us == 500.0  # the default
+    assert machine.device_tflops is None and machine.op_overhead_us == 0.0  # the default
     assert main(["plan", "--machine", str(output), "--params", "1M"]) == 2
     error = capsys.readouterr().err
     assert "device_tflops, drives[0]." in error and "are not known: run `infinity calibrate` when nothing else runs there" in error
@@ -318,7 +318,7 @@ def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path,
 
 
 def test_a_figure_that_does_not_repeat_keeps_the_value_of_the_file():
-    names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s", "chunk_s")
+    names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s")
     links = {name: Figure((3e9, 3e9, 3e9)) for name in names} | {"product": Figure((1e9, 9e9, 5e9))}
     cpu = torch.device("cpu")
     assert calibration._machine(cpu, 1, [], links, None).device_tflops is None

@@ -8,7 +8,7 @@ import pytest
 
 from infinity import config_files
 from infinity.errors import ConfigError
-from infinity.tools.predict.machine import DriveRates, Machine
+from infinity.tools.machine import DriveRates, Machine
 
 DRIVE = {"read_gbps": 3.4, "write_gbps": 4.5, "mixed_gbps": 3.8}
 LEAST = {

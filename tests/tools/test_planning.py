@@ -11,9 +11,9 @@ import torch
 from infinity import config_files
 from infinity.config import Config
 from infinity.tools.cli import main
+from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.predict import largest_model, meta_models, plan_report
 from infinity.tools.predict.largest_model import largest_parameters
-from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.meta_models import gpt
 
 NODE = Machine(
@@ -99,7 +99,8 @@ def test_a_plan_counts_and_names_compressed_records(node, capsys):
 def test_a_model_that_fits_needs_no_drive(node, capsys):
     status, report = report_of(capsys, node, *SMALL)
     assert status == 0
-    assert report["memory"]["nvme"]["needed"] == report["memory"]["host"]["needed"] == 0
+    assert report["memory"]["nvme"]["needed"] == 0
+    assert report["memory"]["host"]["needed"] <= 2 * report["chunk_bytes"]  # a staging area for gradients, of each rank
     assert report["bottleneck"] in ("compute", "all_gather", "reduce_scatter")
     assert report["endurance_days"] is None
 

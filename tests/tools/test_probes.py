@@ -10,7 +10,7 @@ from helpers import everything_in, on_gpu, start_python, without_gloo
 
 from infinity.errors import ConfigError, SwapError
 from infinity.system import drives
-from infinity.tools.measure import probes
+from infinity.tools.measure import gpu_rates, probes
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -20,7 +20,13 @@ CPU = torch.device("cpu")
 def small(monkeypatch, one_thread):
     monkeypatch.setattr(probes, "ROUND_NBYTES", MIB)
     monkeypatch.setattr(probes, "UPDATE_NUMEL", 1 << 16)
-    monkeypatch.setattr(probes, "BLOCKS", dict.fromkeys(("cpu", "cuda"), (64, 2, 1, 16, torch.float32)))
+    monkeypatch.setattr(probes, "CPU_BLOCK", (64, 2, 1, 16))
+    monkeypatch.setattr(probes, "UPDATE_RECORDS", 4)
+    monkeypatch.setattr(gpu_rates, "TOKENS", 64)
+    monkeypatch.setattr(gpu_rates, "SIZES", (64, 128))
+    monkeypatch.setattr(gpu_rates, "ATTENTION", (1, 2, 64, 32))
+    monkeypatch.setattr(gpu_rates, "MEMORY_NBYTES", MIB)
+    monkeypatch.setattr(gpu_rates, "SUSTAINED_S", 0.01)
 
 
 def flip_a_byte(file, offset=5):
@@ -127,9 +133,20 @@ def test_the_work_of_measured_processors_is_compared(monkeypatch):
         probes.update_rate(CPU)
 
 
-def test_the_measured_cost_of_an_op_and_a_chunk_is_plausible():
+def test_the_measured_cost_of_an_op_is_plausible():
     assert -0.01 < probes.op_seconds(CPU) < 0.1
-    assert -0.01 < probes.chunk_seconds(CPU) < 0.1
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))])
+def test_the_rates_of_a_gpus_processors_are_measured_in_the_second_half(device, monkeypatch):
+    """The work itself runs on the CPU, too."""
+    seconds = []
+    real = gpu_rates._sustained_seconds
+    monkeypatch.setattr(gpu_rates, "_sustained_seconds", lambda *work: seconds.append(real(*work)) or seconds[-1])
+    assert gpu_rates.product_rate(device) == pytest.approx(8 * 64 * 64 * 128 / seconds[0])
+    assert gpu_rates.memory_rate(device) == pytest.approx(3 * MIB / seconds[1])
+    if device.type == "cuda":
+        assert gpu_rates.attention_rate(device) > 1e6
 
 
 @pytest.mark.parametrize("name", ["tpu", "cuda:77", "meta", "cpuu"])
@@ -142,7 +159,7 @@ RANKS = """
     import contextlib, os, sys
     import torch
     from infinity.errors import SwapError
-    from infinity.tools.measure import probes
+    from infinity.tools.measure import gpu_rates, probes
     torch.set_num_threads(1)
     os.environ.update(RANK=sys.argv[1], WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
     with probes.launched("cpu") as (device, ranks):

@@ -33,13 +33,13 @@ def trace(arguments) -> int:
     return 0
 
 
-def breakdown(ranks: list[RankTrace]) -> dict:
+def breakdown(ranks: list[RankTrace], num_warm_up: int = WARM_UP_STEPS) -> dict:
     """Shares of the time and bytes per step for each rank, and their means; the value of --json.
 
-    Counts the complete steps that all ranks have, without the first two if there are more. A lane is busy while at least one event is active.
+    Counts the complete steps that all ranks have, without the first num_warm_up if there are more. A lane is busy while at least one event is active.
     A transfer across the first or last border counts by the share of its time inside. Raises UsageError if no step is complete.
     """
-    numbers = _whole_steps(ranks)
+    numbers = _whole_steps(ranks, num_warm_up)
     each = [_of_rank(trace, numbers) for trace in ranks]
     lanes = {}
     for lane in (COMPUTE, *LINKS, STALL):
@@ -63,12 +63,12 @@ def breakdown(ranks: list[RankTrace]) -> dict:
     }
 
 
-def _whole_steps(ranks: list[RankTrace]) -> list[int]:
+def _whole_steps(ranks: list[RankTrace], num_warm_up: int) -> list[int]:
     """Numbers of the steps to count."""
     common = set.intersection(*({_number(step) for step in _steps(trace) if step.start >= trace.complete_since} for trace in ranks))
     if not common:
         raise UsageError("the trace contains no complete step: train for some steps, each with optimizer.step()")
-    measured = [number for number in sorted(common) if number > WARM_UP_STEPS]
+    measured = [number for number in sorted(common) if number > num_warm_up]
     return measured or sorted(common)
 
 

@@ -30,16 +30,16 @@ from infinity.plan.tiers import NVME
 from infinity.renamed import CONFIG_FIELDS, with_new_names
 from infinity.system import drives
 from infinity.tools.doctor.system import read_memory_limit
+from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.measure import probes
 from infinity.tools.measure.calibration_report import calibration_report, calibration_text, calibration_warnings
 from infinity.tools.measure.drive_tuning import TunedDrive, probe_in, tune_drives
 from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.measure.link_rates import measure_links
-from infinity.tools.predict.machine import DriveRates, Machine
 from infinity.tools.predict.meta_models import gpt
 from infinity.tools.predict.plan_report import when_hidden
 from infinity.tools.predict.prediction import predict
-from infinity.tools.predict.workload import workload
+from infinity.tools.predict.simulated_run import TrainingStep
 from infinity.tools.progress import Progress
 
 _GPT = {"hidden": 2048, "layers": 8, "heads": 16, "vocab": 256, "seq": 1024}
@@ -92,6 +92,8 @@ def _machine(device: torch.device, world: int, found: list[TunedDrive], links: d
         kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
     measured = {
         "device_tflops": links["product"].written(1e12),
+        "attention_tflops": links["attention"].written(1e12) if "attention" in links else None,
+        "device_gbps": links["device_memory"].written(1e9) if "device_memory" in links else None,
         "device_update_gparams": links.get("device_update", links["update"]).written(1e9),
         "host_gbps": links["memory"].written(1e9),
         "update_gparams": links["update"].written(1e9),
@@ -102,7 +104,6 @@ def _machine(device: torch.device, world: int, found: list[TunedDrive], links: d
         "gather_gbps": links["gather"].written(1e9) if "gather" in links else 0.0,
         "copy_latency_us": links["copy_s"].written(1e-6),
         "op_overhead_us": links["op_s"].written(1e-6),
-        "chunk_overhead_us": links["chunk_s"].written(1e-6),
         "gather_latency_us": links["gather_s"].written(1e-6) if "gather_s" in links else None,
     }
     # Figures of another type of device do not apply.
@@ -146,9 +147,9 @@ def tokens_that_hide(machine: Machine) -> str:
     """
     dtype, batch = ("bf16", 16) if machine.device == "cuda" else ("fp32", 1)
     subject = gpt(**_GPT, batch=batch, dtype=dtype)
-    load = workload(subject.model, subject.run, tokens=subject.tokens, recompute=True)
     try:
-        found = predict(subject.model, load, machine, Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype))
+        on_nvme = Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype)
+        found = predict(subject, machine, on_nvme, TrainingStep(recompute=True))
     except ConfigError as error:  # a figure that did not repeat
         return f"not known: {error}"
     except BudgetError as error:

@@ -12,9 +12,9 @@ from pathlib import Path
 from infinity.output import if_several, table
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
+from infinity.tools.machine import Machine
 from infinity.tools.measure.drive_tuning import TunedDrive
 from infinity.tools.measure.figures import Figure
-from infinity.tools.predict.machine import Machine
 
 BUSY_SHARE = 0.1  # of the cores; above it, calibrate warns of other processes
 
@@ -25,13 +25,14 @@ _LINKS = [  # output: text, figure of one device, figure of all devices at once,
     ("all_gather", "", "gather", 1e9, "GB/s"),
     ("reduce_scatter", "", "reduce", 1e9, "GB/s"),
     ("products", "product", "", 1e12, "TFLOP/s"),
+    ("attention, as if not causal", "attention", "", 1e12, "TFLOP/s"),
+    ("device memory, read and written", "device_memory", "", 1e9, "GB/s"),
     ("updates, on the device", "device_update", "", 1e9, "Gparam/s"),
     ("updates, in host memory", "update", "", 1e9, "Gparam/s"),
     ("host memory, read and written", "memory", "", 1e9, "GB/s"),
     ("a small copy", "copy_s", "", 1e-6, "us"),
     ("a small all_gather", "", "gather_s", 1e-6, "us"),
     ("overhead of an op", "op_s", "", 1e-6, "us"),
-    ("overhead of a chunk", "chunk_s", "", 1e-6, "us"),
 ]
 _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
 

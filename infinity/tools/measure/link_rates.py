@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from infinity.system.ranks import Ranks
-from infinity.tools.measure import figures, probes
+from infinity.tools.measure import figures, gpu_rates, probes
 from infinity.tools.progress import Progress
 
 LINK_NBYTES = 32 << 20  # of a copied or gathered chunk
@@ -49,14 +49,15 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
 
     cuda, several = device.type == "cuda", ranks.are_several
     yield "memory", of_one("host memory", probes.memory_rate)
-    yield "update", of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu")))
+    yield "update", of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu"), beside_gpu=cuda))
     yield "product", of_one("products on the device", lambda: probes.product_rate(device))
     yield "h2d", of_one("copies to the device", lambda: rate(copies(True)))
     yield "d2h", of_one("copies from the device", lambda: rate(copies(False)))
     yield "copy_s", of_one("a small copy", lambda: probes.copy_seconds(device))
     yield "op_s", of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most)
-    yield "chunk_s", of_all("small chunks", lambda: probes.chunk_seconds(device), slowest=ranks.most)
     if cuda:
+        yield "attention", of_one("attention", lambda: gpu_rates.attention_rate(device))
+        yield "device_memory", of_one("device memory", lambda: gpu_rates.memory_rate(device))
         yield "device_update", of_one("updates on the device", lambda: probes.update_rate(device))
         yield "both", of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES)))
     if several:

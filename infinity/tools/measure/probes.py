@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import aio_ext
 from infinity.config import Config
+from infinity.engine.build import update_threads
 from infinity.engine.offload import offload
 from infinity.errors import SwapError
 from infinity.model.gpt import Block
@@ -28,17 +29,18 @@ from infinity.optim.adam import AdamScalars, adam_step
 from infinity.optim.optimizers import AdamW
 from infinity.plan.partition import BLOCK_NUMEL
 from infinity.system.arena import Arena
-from infinity.system.capacity import device_of
+from infinity.system.capacity import device_of, num_cores
 from infinity.system.ranks import Ranks
 from infinity.system.swap import Swap
+from infinity.tools.measure import gpu_rates
 
 ROUND_NBYTES = 256 << 20  # moved in a round, but at most MAX_CHUNKS chunks
 MIN_CHUNKS, MAX_CHUNKS = 4, 64
 AHEAD = 8  # chunks in flight to and from NVMe
 NUM_ROUNDS = 5  # of a processor measurement, of which the median counts
-UPDATE_NUMEL = 4 << 20  # parameters of a record
+UPDATE_NUMEL, UPDATE_RECORDS = 4 << 20, 32  # parameters of a record; all records together exceed the caches of processors
 SMALL_LAYERS = 64
-BLOCKS = {"cuda": (4096, 32, 4, 1024, torch.bfloat16), "cpu": (512, 8, 4, 128, torch.float32)}  # hidden, heads, batch, length
+CPU_BLOCK = (512, 8, 4, 128)  # hidden, heads, batch, length
 
 _SCALARS = AdamScalars.of(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3)
 _SMALL_NBYTES = 4096
@@ -271,8 +273,10 @@ def _update(record: list[torch.Tensor], **how) -> None:
     adam_step(weight, residual, (momentum, variance), grad, _SCALARS, **how)
 
 
-def update_rate(device: torch.device) -> float:
-    """Parameters per second that AdamW updates, with bf16 records in host memory or on the device."""
+def update_rate(device: torch.device, *, beside_gpu: bool = False) -> float:
+    """Parameters per second that AdamW updates, with bf16 records in host memory or on the device. beside_gpu: with as many threads as an engine
+    has for that beside a GPU."""
+    threads = update_threads(num_cores(), has_device=beside_gpu)
     arena, on_host, numel = Arena(), device.type == "cpu", UPDATE_NUMEL
 
     def segment(dtype: torch.dtype) -> torch.Tensor:
@@ -280,7 +284,7 @@ def update_rate(device: torch.device) -> float:
         return tensor.random_(-1000, 1000) if not tensor.is_floating_point() else tensor.uniform_(0.5, 1)
 
     kinds = (torch.bfloat16, torch.int16, torch.float32, torch.float32, torch.bfloat16)
-    records = [[segment(dtype) for dtype in kinds] for _ in range(MIN_CHUNKS)]
+    records = [[segment(dtype) for dtype in kinds] for _ in range(UPDATE_RECORDS)]
     compared = slice(min(numel, 1 << 16))
     expected = [tensor[compared].clone() for tensor in records[0]]
     _update(expected, isa="torch")
@@ -292,7 +296,7 @@ def update_rate(device: torch.device) -> float:
         _wait_for(device)
         began = time.perf_counter()
         for record in records:
-            _update(record)
+            _update(record, threads=threads)
         _wait_for(device)
         found.append(len(records) * numel / (time.perf_counter() - began))
     arena.close()
@@ -300,11 +304,14 @@ def update_rate(device: torch.device) -> float:
 
 
 def product_rate(device: torch.device) -> float:
-    """Floating-point operations per second in the forward and backward pass of a transformer block."""
-    hidden, heads, batch, length, dtype = BLOCKS[device.type]
+    """Floating-point operations per second: on a GPU, in matrix products; on the CPU, in the forward and backward pass of a transformer block."""
+    return gpu_rates.product_rate(device) if device.type == "cuda" else _block_rate(device)
+
+
+def _block_rate(device: torch.device) -> float:
+    hidden, heads, batch, length = CPU_BLOCK
     torch.manual_seed(0)
-    with torch.device(device):
-        block, x = Block(hidden, heads, 0.02).to(dtype), torch.randn(batch, length, hidden, dtype=dtype, requires_grad=True)
+    block, x = Block(hidden, heads, 0.02), torch.randn(batch, length, hidden, requires_grad=True)
 
     def step():
         block.zero_grad()
@@ -324,21 +331,12 @@ def op_seconds(device: torch.device) -> float:
 
     A difference of two measurements: other work on the machine can make the difference negative.
     """
-    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None, update=False)
-    return (_small_step_seconds(device, "device", update=False) - plain) / (2 * SMALL_LAYERS)  # forward and backward
+    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None)
+    return (_small_step_seconds(device, "device") - plain) / (2 * SMALL_LAYERS)  # forward and backward
 
 
-def chunk_seconds(device: torch.device) -> float:
-    """Seconds of the engine's threads per chunk and step, beyond the time of the bytes.
-
-    This is the time of a step with small layers that the engine moves, minus a step with layers that stay. Other work on the machine can make
-    the difference negative.
-    """
-    return (_small_step_seconds(device, "host") - _small_step_seconds(device, "device")) / SMALL_LAYERS
-
-
-def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool = True) -> float:
-    """Seconds of a step with small layers in a tier, or in plain PyTorch without an optimizer. update: include the optimizer."""
+def _small_step_seconds(device: torch.device, tier: str | None) -> float:
+    """Seconds of the passes of small layers in a tier, or in plain PyTorch without an optimizer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
     with contextlib.ExitStack() as stack:
@@ -361,13 +359,9 @@ def _small_step_seconds(device: torch.device, tier: str | None, *, update: bool 
                 optimizer.step()
             (optimizer or model).zero_grad()
 
-        def step():
-            passes()
-            end()
-
-        step()
-        step()
-        return _median_seconds(step, device) if update else _median_seconds(passes, device, end)
+        for work in (passes, end) * 2:
+            work()
+        return _median_seconds(passes, device, end)
 
 
 def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:

@@ -1,7 +1,6 @@
 """Memory and bandwidth of transformer training in closed form, from the ZeRO-Infinity paper.
 
-Pure arithmetic, in elements, bytes, seconds and floating-point operations. Must not know this engine: placement.py and simulator.py count
-the engine's bytes and times.
+Pure arithmetic, in elements, bytes, seconds and floating-point operations. Must not know this engine.
 Source: Rajbhandari et al. 2021 (SC21), sections 3 and 4.
 """
 

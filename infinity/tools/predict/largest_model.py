@@ -15,11 +15,10 @@ from infinity.errors import BudgetError
 from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format, storage_of
 from infinity.plan.record import record_layout
 from infinity.sizes import format_bytes
+from infinity.tools.machine import Machine
 from infinity.tools.predict import formulas
-from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.meta_models import TooManyTensors, cut_to_fit, few_tensors, format_count, gpt, num_heads
-from infinity.tools.predict.prediction import arrangement, device_budget_nbytes
-from infinity.tools.predict.workload import Workload
+from infinity.tools.predict.meta_models import TooManyTensors, few_tensors, format_count, gpt, num_heads
+from infinity.tools.predict.prediction import require_start
 
 # Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
@@ -61,7 +60,6 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         try:
             with few_tensors():
                 subject = gpt(hidden, layers, num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
-            cut_to_fit(subject.model, device_budget_nbytes(machine, config), config)
         except BudgetError:
             return None
         except TooManyTensors:
@@ -74,7 +72,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
-            arrangement(subject.model, Workload((), (), subject.tokens, saved), machine, coarse)
+            require_start(subject, machine, coarse, saved)
         except BudgetError:
             return None
         return sum(param.numel() for param in subject.model.parameters())

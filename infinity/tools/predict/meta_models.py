@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,24 +17,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from infinity.config import Config
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
-from infinity.formats.format import DTYPE_NBYTES, STORAGES
 from infinity.model.gpt import GPT
-from infinity.model.tiling import tile_limits, tile_to_fit
-from infinity.sizes import format_bytes
 
 MOST_TENSORS = 25_000  # of a model with tiles: layout, run and simulation then take about a minute
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on the meta device. run: runs a forward pass over the batch of one device, with `tokens` tokens."""
+    """A model on the meta device. inputs: arguments of a forward pass over the batch of one device, with `tokens` tokens; tensors are on the meta
+    device."""
 
     title: str
     model: nn.Module
-    run: Callable[[], object]
+    inputs: dict[str, object]
     tokens: int
 
 
@@ -48,7 +45,7 @@ def gpt(hidden: int, layers: int, heads: int, vocab: int, seq: int, batch: int, 
         raise ConfigError(f"hidden {hidden}, vocab {vocab}, batch {batch} x {seq} tokens: {error}; choose smaller sizes") from None
     num = sum(param.numel() for param in model.parameters())
     title = f"GPT of {format_count(num)} parameters: hidden {hidden}, {layers} layers, {batch} x {seq} tokens per device, {dtype}"
-    return Subject(title, model, lambda: model(tokens, tokens), batch * seq)
+    return Subject(title, model, {"tokens": tokens, "targets": tokens}, batch * seq)
 
 
 class _NothingDrawn(TorchFunctionMode):
@@ -90,18 +87,7 @@ def hugging_face(path: Path, seq: int, batch: int, dtype: str, *, adapters: int 
         raise ConfigError(f"--model {path}: {first}; name the config.json of a model that transformers can create") from None
     num = sum(param.numel() for param in model.parameters())
     title = f"{type(model).__name__} of {format_count(num)} parameters{_adapt(model, adapters)}: {batch} x {seq} tokens per device, {dtype}"
-
-    def run():
-        try:
-            return model(**inputs)
-        except RuntimeError:  # about sizes: _workload reports it
-            raise
-        except Exception as error:  # any error of the model's code
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            what = f"--model {path}: {type(model).__name__} does not run on {', '.join(inputs)}: {first}"
-            raise ConfigError(f"{what}; name a model of text, images or sound, or give --hidden and --layers") from None
-
-    return Subject(title, model, run, batch * seq)
+    return Subject(title, model, inputs, batch * seq)
 
 
 def _adapt(model: nn.Module, rank: int | None) -> str:
@@ -159,19 +145,6 @@ def format_count(num: float) -> str:
         if num >= size:
             return f"{num / size:.4g} {unit}"
     return f"{num:,.0f}"
-
-
-def cut_to_fit(model: nn.Module, budget: int, config: Config) -> None:
-    """Tile the layers that the engine would tile with `budget` bytes of device memory. Raises TooManyTensors."""
-    itemsize = DTYPE_NBYTES[STORAGES[config.dtype].compute]
-    above, tile = tile_limits(config.tile_above, budget)
-    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))] if tile else []
-    rows = [weight.shape for weight in weights if weight.numel() * itemsize > above]
-    num = sum(math.ceil(num_rows / max(1, tile // (num_columns * itemsize))) for num_rows, num_columns in rows)
-    if num > MOST_TENSORS:
-        raise TooManyTensors(f"the large layers have {num:,} tiles of at most {format_bytes(tile)}")
-    with few_tensors():
-        tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=itemsize)
 
 
 class TooManyTensors(ConfigError):

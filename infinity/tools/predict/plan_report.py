@@ -12,8 +12,8 @@ from infinity.output import table
 from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
+from infinity.tools.machine import Machine
 from infinity.tools.predict.largest_model import Largest
-from infinity.tools.predict.machine import Machine
 from infinity.tools.predict.meta_models import Subject
 from infinity.tools.predict.prediction import Prediction
 
@@ -23,10 +23,10 @@ DAY_SECONDS = 86400
 
 def plan_report(prediction: Prediction, largest: Largest | None) -> dict:
     """The value of --json."""
-    machine, simulation = prediction.machine, prediction.simulation
+    machine, uses = prediction.machine, prediction.uses
     num = prediction.layout.num_parameters
     nums = {link: num if link in ("all_gather", "reduce_scatter") else num / machine.world for link in TITLES}  # others: a rank's share
-    written = simulation.nbytes["nvme_write"] * machine.world / simulation.step_seconds * DAY_SECONDS
+    written = uses["nvme_write"].nbytes * machine.world / prediction.step_seconds * DAY_SECONDS
     endurance = machine.total("endurance") * machine.nodes
     return {
         "fits": True,
@@ -38,16 +38,16 @@ def plan_report(prediction: Prediction, largest: Largest | None) -> dict:
         "memory": {tier.name: dataclasses.asdict(need) for tier, need in prediction.memory.items()},
         "links": {
             link: {
-                "bytes_per_step": simulation.nbytes[link],
-                "bytes_per_parameter": simulation.nbytes[link] / nums[link],
-                "busy_seconds": simulation.busy_seconds[link],
-                "stall_seconds": simulation.stall_seconds[link],
+                "bytes_per_step": uses[link].nbytes,
+                "bytes_per_parameter": uses[link].nbytes / nums[link],
+                "busy_seconds": uses[link].busy_seconds,
+                "stall_seconds": uses[link].stall_seconds,
             }
             for link in TITLES
         },
-        "step_seconds": simulation.step_seconds,
+        "step_seconds": prediction.step_seconds,
         "compute_seconds": prediction.compute_seconds,
-        "tokens_per_second": prediction.workload.tokens * machine.world / simulation.step_seconds,
+        "tokens_per_second": prediction.tokens * machine.world / prediction.step_seconds,
         "bottleneck": prediction.bottleneck,
         "hiding_tokens": prediction.hiding_tokens,
         "hiding_tokens_in_turn": prediction.hiding_tokens_in_turn if math.isfinite(prediction.hiding_tokens_in_turn) else None,
@@ -113,7 +113,7 @@ def _compressed(prediction: Prediction) -> str:
 
 def when_hidden(prediction: Prediction) -> str:
     """The number of tokens per step that hides all transfers, by layer and with micro-batches one after the other, in words."""
-    now, by_layer, in_turn = prediction.workload.tokens, prediction.hiding_tokens, prediction.hiding_tokens_in_turn
+    now, by_layer, in_turn = prediction.tokens, prediction.hiding_tokens, prediction.hiding_tokens_in_turn
     if not by_layer:
         return "the step has no transfers to hide"
     text = f"compute hides every transfer from {by_layer:,.0f} tokens per step and device on (now {now:,})"

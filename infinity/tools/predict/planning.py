@@ -12,15 +12,15 @@ from pathlib import Path
 
 from infinity import config_files
 from infinity.config import Config, command_layers
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.output import check_file, check_plot, give, pyplot
+from infinity.tools.machine import Machine
 from infinity.tools.predict import formulas
 from infinity.tools.predict.largest_model import largest_parameters, require_place
-from infinity.tools.predict.machine import Machine
-from infinity.tools.predict.meta_models import Subject, cut_to_fit, few_tensors, gpt, hugging_face, num_heads
+from infinity.tools.predict.meta_models import Subject, few_tensors, gpt, hugging_face, num_heads
 from infinity.tools.predict.plan_report import machine_title, plan_report, plan_text
-from infinity.tools.predict.prediction import device_budget_nbytes, predict
-from infinity.tools.predict.workload import Workload, workload
+from infinity.tools.predict.prediction import Prediction, predict
+from infinity.tools.predict.simulated_run import TrainingStep
 from infinity.tools.progress import Progress
 
 
@@ -43,14 +43,11 @@ def plan(arguments) -> int:
             num = sum(param.numel() for param in subject.model.parameters() if param.requires_grad)  # a frozen base may be quantised
             with contextlib.suppress(BudgetError):  # require_place raises it again below, once the largest model is known
                 require_place(num, machine, config)
-                cut_to_fit(subject.model, device_budget_nbytes(machine, config), config)
             if not arguments.model:
                 largest = largest_parameters(machine, config, arguments, say)
             require_place(num, machine, config)
-            say(f"{subject.title}: recording the ops")
-            load = _workload(subject, recompute=not arguments.keep_activations)
-            say("simulating some steps")
-            prediction = predict(subject.model, load, machine, config)
+            say(f"{subject.title}: training without bytes")
+            prediction = _predicted(subject, machine, config, TrainingStep(recompute=not arguments.keep_activations))
     except BudgetError as error:
         text = f"{subject.title}\ndoes not fit {machine_title(machine)}: {error}"
         if largest:
@@ -127,8 +124,12 @@ def _subject(arguments, config: Config) -> Subject:
     return gpt(hidden, layers, heads, arguments.vocab, arguments.seq, arguments.batch, config.dtype)
 
 
-def _workload(subject: Subject, *, recompute: bool) -> Workload:
+def _predicted(subject: Subject, machine: Machine, config: Config, step: TrainingStep) -> Prediction:
     try:
-        return workload(subject.model, subject.run, tokens=subject.tokens, recompute=recompute)
-    except RuntimeError as error:  # the sizes of activations overflow
-        raise ConfigError(f"{subject.title}: {str(error).splitlines()[0]}; choose a smaller batch or sequence") from None
+        return predict(subject, machine, config, step)
+    except (ConfigError, UsageError):
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # of the model's code, or sizes that overflow
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        what = f"{type(subject.model).__name__} does not run on {', '.join(subject.inputs)}: {first}"
+        raise ConfigError(f"{what}; choose a smaller batch or sequence, name a model of text, images or sound, or give --hidden and --layers") from error

@@ -55,7 +55,11 @@ class Machine:
     """cuda, or cpu for a node that trains on the CPU."""
     device_memory: int
     device_tflops: float | None = None
-    """10^12 floating-point operations per second of one device in the matrix products of a step."""
+    """10^12 floating-point operations per second of one device in matrix products; of a CPU, in all operations of a step."""
+    attention_tflops: float = 0.0
+    """The same of causal attention, which counts as if it were not causal; 0: as device_tflops."""
+    device_gbps: float = 0.0
+    """Bandwidth of one device's memory, reads plus writes, in operations that are no products; 0: these take no time."""
     device_update_gparams: float | None = None
     """10^9 parameters per second that one device updates in device memory."""
     cores: int = 0
@@ -77,8 +81,6 @@ class Machine:
     gather_latency_us: float = 20.0
     op_overhead_us: float = 0.0
     """Time of the training thread per op. On CUDA the whole time, because the device computes meanwhile. On the CPU only the engine's part."""
-    chunk_overhead_us: float = 500.0
-    """Time of the engine's threads per chunk and step, beyond the time of the bytes."""
     drives: tuple[DriveRates, ...] = ()
 
     def __post_init__(self):
@@ -144,7 +146,7 @@ class Machine:
 
     @classmethod
     def from_table(cls, content: Mapping) -> Machine:
-        content = dict(content)
+        content = {name: value for name, value in content.items() if name not in _FORGOTTEN}
         drives = content.pop("drives", [])
         if not isinstance(drives, list) or not all(isinstance(drive, Mapping) for drive in drives):
             raise ConfigError("machine.drives: expected a list of tables: [[machine.drives]]")
@@ -170,7 +172,8 @@ def _names_of_rates(cls) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.type == "float | None"]
 
 
-_MAY_BE_ZERO = ("gather_gbps", "network_gbps", "_us")
+_MAY_BE_ZERO = ("gather_gbps", "network_gbps", "device_gbps", "attention_tflops", "_us")
+_FORGOTTEN = ("chunk_overhead_us",)  # of older files
 
 
 def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
