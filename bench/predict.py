@@ -1,6 +1,7 @@
 """Predicted against measured steps: `infinity plan`'s predictor beside the engine, after one `infinity calibrate` (table T4).
 
-    python bench/predict.py [--nvme DIR] [--machine FILE] [--only ROW...] [--steps 6] [--limit 120] [--list] [--predict-only] [--json FILE] [--plot FILE]
+    python bench/predict.py [--nvme DIR] [--machine FILE] [--only ROW...] [--steps 6] [--limit 120] [--list] [--predict-only]
+                            [--json FILE] [--plot FILE]
 
 First `infinity calibrate` measures the machine, unless --machine names a file. Then each row runs in a process of its own, and the same row is
 predicted. A step's time is the median of the steps after the second, its bytes are their mean. Memory is the most of a run: tensors on a GPU,
@@ -278,10 +279,10 @@ def judge(found: dict, compared: dict) -> int:
         name = max(errors, key=lambda name: abs(errors[name]), default=None)
         return f"{errors[name]:+.1%} {name}" if name else "-"
 
-    rows = [
-        [name, f"{found[name]['predicted']['s']:.3f}", f"{found[name]['measured']['s']:.3f}", f"{each['s']:+.1%}", worst(each["links"]), worst(each["memory"])]
-        for name, each in compared.items()
-    ]
+    rows = []
+    for name, each in compared.items():
+        times = [f"{found[name][which]['s']:.3f}" for which in ("predicted", "measured")]
+        rows.append([name, *times, f"{each['s']:+.1%}", worst(each["links"]), worst(each["memory"])])
     print(table(["row", "predicted, s", "measured, s", "error", "bytes, worst", "memory, worst"], rows))
     seconds = [abs(each["s"]) for each in compared.values()]
     nbytes = max((abs(error) for each in compared.values() for error in each["links"].values()), default=0.0)

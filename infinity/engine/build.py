@@ -240,7 +240,7 @@ def _connect(given: _Inputs, written: set[int], undo: contextlib.ExitStack) -> A
             tier.allocate(span)
 
     progress = Progress(f"{given.ranks.label}reserves host memory", placement.host_nbytes)
-    arena = Arena(pin=device.type == "cuda", on_region=progress.add if given.ranks.is_first else ignore)
+    arena = Arena(pin=device.type == "cuda", on_region=progress.add if given.ranks.is_first and config.verbose else ignore)
     undo.callback(arena.close)
     compressor_ = _compressor(given, registry.chunks, arena, undo)
     caches: dict[str, HostCache] = {}

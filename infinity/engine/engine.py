@@ -362,7 +362,7 @@ class Engine(NotAModule, NotCopied):
         """Write the parameters' values to their records, and register the hooks of the modules."""
         spans = self.registry.spans
         progress = Progress(f"{self.ranks.label}writes the first records", sum(span.nbytes for span in spans))
-        tell = progress.add if self.ranks.is_first else ignore
+        tell = progress.add if self.ranks.is_first and self.config.verbose else ignore
         with ahead:  # reads mapped files ahead, in the order of the parameters
             for span in spans:
                 ahead.reach(min(state.index for state in span.params))

@@ -1,6 +1,6 @@
 """The position of a step in the plan, and the distance to the next use of each copy. Slots and device memory are granted by these distances.
 
-Pure; for an engine and for the simulator. Must not know tensors, threads or tiers.
+Pure; for an engine. Must not know tensors, threads or tiers.
 """
 
 # [Note: distances are read without a lock]

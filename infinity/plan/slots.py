@@ -1,6 +1,6 @@
 """Host copies and their slots: the order of grants, the choice of the copy that loses a slot, and the states that are read ahead of step().
 
-Pure policy, used by an engine's records and by the simulator. Knows chunks by their index, and distances to their next use. Must not know
+Pure policy, used by an engine's records. Knows chunks by their index, and distances to their next use. Must not know
 bytes, links or locks: the owner calls one method at a time.
 """
 

@@ -57,6 +57,8 @@ class SimulatedStream:
         self._owner = owner
         self._line: deque[object] = deque()
         self._is_working = self._is_waiting = False
+        self._free_since = 0.0
+        self.idle: list[tuple[float, float]] = []  # intervals between pieces of work
 
     def spend(self, seconds: float, link: str) -> None:
         """Work for so many seconds, after all that is in the stream."""
@@ -100,10 +102,14 @@ class SimulatedStream:
                 while line and isinstance(line[0], tuple) and line[0][1] == link:  # one timer for work without an event between
                     seconds += line.popleft()[0]
                 self._is_working = True
+                if (now := self._owner.threads.now()) > self._free_since:
+                    self.idle.append((self._free_since, now))
                 self._owner.links.begin(link, seconds, self._go_on)
                 return
 
     def _go_on(self) -> None:
+        if self._is_working:
+            self._free_since = self._owner.threads.now()
         self._is_working = self._is_waiting = False
         self._advance()
 

@@ -103,22 +103,31 @@ class SimulatedDrives:
     def begin(self, op: str, extent, nbytes: int, finish: Callable[[], BaseException | None], priority: int) -> SimulatedTransfer:
         """A transfer after the earlier ones of the extent."""
         before, work = self._last.get(extent), None
+        if before is not None and before.done:
+            before = None
 
-        def promote(priority: int = aio_ext.DEMAND) -> None:
-            if before is not None and not before.done:
-                before.promote(priority)
+        def promote(wanted: int = aio_ext.DEMAND) -> None:
+            nonlocal priority
+            priority = min(priority, wanted)
             if work is not None:
                 self._links.promote(work, priority)
+            elif before is not None:
+                before.promote(priority)
 
         def enter() -> None:
-            nonlocal work
+            nonlocal work, before
+            before = None
             work = self._links.begin(f"nvme_{op}", nbytes / self._rates[op], end, priority)
 
         def end() -> None:
             self.threads.call_after(self.latency_s, transfer.end)
 
         transfer = self._last[extent] = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish, promote)
-        enter() if before is None or before.done else before.followers.append(enter)
+        if before is None:
+            enter()
+        else:
+            before.promote(priority)
+            before.followers.append(enter)
         return transfer
 
     def path_of(self, extent) -> Path:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 
 from infinity.simulation.threads import SimulatedThreads
 
-_ENDED_S = 1e-12  # less work than this is over
+_ENDED_S = 1e-12  # the least work
 
 
 class Work:
@@ -70,8 +71,8 @@ class Links:
         gate.acquire()
 
     def promote(self, work: Work, priority: int) -> None:
-        """Change the priority of work, which may have begun."""
-        work.priority = priority
+        """Lower the number that is the priority of work, which may have begun."""
+        work.priority = min(priority, work.priority)
         heapq.heapify(self._waiting[work.link])
 
     def _is_busy(self, link: str) -> bool:
@@ -103,8 +104,9 @@ class Links:
         if number != self._timer:
             return  # a later timer has taken its place
         self._pass()
-        over = [work for work in self._running if work.seconds <= _ENDED_S]
-        self._running = [work for work in self._running if work.seconds > _ENDED_S]
+        ended_s = max(_ENDED_S, 4 * math.ulp(self._threads.now()))  # the clock cannot tell shorter times apart
+        over = [work for work in self._running if work.seconds <= ended_s]
+        self._running = [work for work in self._running if work.seconds > ended_s]
         for link in dict.fromkeys(work.link for work in over):
             if self._waiting[link] and not self._is_busy(link):
                 self._running.append(heapq.heappop(self._waiting[link]))

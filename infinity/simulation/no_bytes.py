@@ -11,6 +11,7 @@ Knows operations of torch. Must not know the engine.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from infinity.system.host_bytes import map_flags
+
 KEPT_NBYTES = 16 << 10  # tensors up to this size hold their bytes
+_MAPPED_NBYTES = 1 << 30
 
 _aten = torch.ops.aten
 _FACTORIES = {
@@ -65,8 +69,10 @@ class _Shape:
 
 
 class NoBytes(TorchDispatchMode):
-    """Leaves out the work of large operations, in one thread. spend(work): called for each operation, small ones included. kept_nbytes: tensors up to this size hold their bytes. allocated(storage): called
-    for each new large storage. read(): called before the program reads a value."""
+    """Leaves out the work of large operations, in one thread.
+
+    spend(work): called for each operation, small ones included. kept_nbytes: tensors up to this size hold their bytes. allocated(storage):
+    called for each new large storage. read(): called before the program reads a value."""
 
     def __init__(
         self,
@@ -128,11 +134,21 @@ class NoBytes(TorchDispatchMode):
 
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
-        made = torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
+        if shape.nbytes > _MAPPED_NBYTES:
+            made = _mapped(shape)
+        else:
+            made = torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype, device="cpu")
         if shape.nbytes <= self._kept_nbytes:
             return made.zero_()
         self._allocated(made.untyped_storage())
         return made
+
+
+def _mapped(shape: _Shape) -> torch.Tensor:
+    """A tensor whose addresses are reserved and never used. malloc refuses more bytes than the machine has."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides))
+    memory = mmap.mmap(-1, numel * shape.dtype.itemsize, flags=map_flags())
+    return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.sizes, shape.strides)
 
 
 def _kind_of(func) -> str:

@@ -93,9 +93,11 @@ class Rates:
 
 
 class World:
-    """A simulated machine. num_ranks: of which num_local are on one node, by default all. device_nbytes: memory of a device that works while the host goes on, as a GPU does; None:
-    the device is the CPU. host: of the node; None: this machine's memory and cores. room_nbytes: of the node's drives. seed: of the order of threads; None: in the order in which threads become able to run. kept_nbytes: tensors
-    up to this size hold their bytes.
+    """A simulated machine.
+
+    num_ranks: of which num_local are on one node, by default all. device_nbytes: memory of a device that works while the host goes on, as a GPU
+    does; None: the device is the CPU. host: of the node; None: this machine's memory and cores. room_nbytes: of the node's drives. seed: of
+    the order of threads; None: in the order in which threads become able to run. kept_nbytes: tensors up to this size hold their bytes.
 
     `run(main)` runs one program, once. The program makes and trains a model as usual, on the CPU, and closes its engines. Tensors have no
     bytes: losses are arbitrary. Checkpoints are not simulated, because their threads are real.
@@ -122,8 +124,7 @@ class World:
         speeds = functools.partial(rates.speeds, shares_processors=device_nbytes is None)
         self.links = Links(self.threads, speeds, side_by_side=("host",))
         self.drives: list[SimulatedDrives] = []  # of each engine so far
-        self.compute_seconds = 0.0  # of the operations on the device
-        self.flops = 0
+        self.compute_seconds = self.product_seconds = 0.0  # of the operations on the device, and of their floating-point operations alone
         self.memory = DeviceMemory(device_nbytes)  # of the device, or of tensors in the memory of the CPU
         self.device = SimulatedDevice(self.threads, self.links) if device_nbytes is not None else None
         self._is_counting = True
@@ -192,8 +193,8 @@ class World:
         if link in ("h2d", "d2h"):  # the operands are the source and the target of a copy
             self._take(self.rates.copy_s + work.nbytes / 2 / getattr(self.rates, link), link)
         else:
-            self.flops += work.flops
             flops, nbytes = self.rates.of_kind(work.kind)
+            self.product_seconds += work.flops / flops
             seconds = self.rates.kernel_s + max(work.flops / flops, work.nbytes / nbytes)
             self.compute_seconds += seconds
             self._take(seconds, "compute")
@@ -237,6 +238,7 @@ class SimulatedHost(Host):
 class _NoHostBytes(HostBytes):
     """Addresses without pages. Work on many bytes takes time and is left out."""
 
+    least_section_nbytes = 64 << 20
     map_flags = HostBytes.map_flags | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
 
     def __init__(self, world: World):

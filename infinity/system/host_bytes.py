@@ -18,6 +18,7 @@ class HostBytes:
     """Host memory that holds bytes."""
 
     map_flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    least_section_nbytes = 0  # of the codec: a simulation takes few large sections
 
     def work(self, nbytes: int, function: Callable[..., Result], *arguments, kind: str = "", otherwise: object = None) -> Result:
         return function(*arguments)
@@ -29,6 +30,11 @@ _current = HostBytes()
 def map_flags() -> int:
     """The flags of mmap for a region of host memory."""
     return _current.map_flags
+
+
+def least_section_nbytes() -> int:
+    """The least size of a section that the codec takes at once; 0 for the size that is best for caches."""
+    return _current.least_section_nbytes
 
 
 def work(nbytes: int, function: Callable[..., Result], *arguments, kind: str = "", otherwise: object = None) -> Result:

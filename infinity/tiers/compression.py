@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from infinity.plan.compression import NUM_BUFFERS, NUM_LANES, Region, Section, e
 from infinity.plan.record import Segment
 from infinity.system import host_bytes
 from infinity.system.arena import Arena
-from infinity.system.host_bytes import CODEC
+from infinity.system.host_bytes import CODEC, least_section_nbytes, map_flags
 from infinity.system.lanes import Job, Lane
 from infinity.system.storage import Extent, StorageTier, Transfer
 from infinity.system.swap_errors import changed_error
@@ -151,8 +152,11 @@ class Compressor:
         self.storage = storage
         self.area = area or OverflowArea(storage)
         self.pool = GradientPool(arena, pool_nbytes) if pool_nbytes else None
-        self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffer = arena.region(nbytes).buffer if nbytes else memoryview(b"")
+        if nbytes and NUM_LANES * NUM_BUFFERS * least_section_nbytes() > nbytes:
+            nbytes = NUM_LANES * NUM_BUFFERS * least_section_nbytes()
+            buffer = memoryview(mmap.mmap(-1, nbytes, flags=map_flags()))
+        self.section_nbytes = nbytes // (NUM_LANES * NUM_BUFFERS)
         buffers = [buffer[start : start + self.section_nbytes] for start in range(0, nbytes, self.section_nbytes or 1)]
         self.presses = [_Press(storage, self.pool, buffers[number::NUM_LANES]) for number in range(NUM_LANES)]
         self.expanders = [Lane("expand") for _ in range(NUM_LANES)]

@@ -19,8 +19,8 @@ has room.
 from __future__ import annotations
 
 import contextlib
-import functools
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import torch

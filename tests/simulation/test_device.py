@@ -8,11 +8,12 @@ import torch
 import infinity
 from infinity.model.gpt import GPT
 from infinity.simulation.device import DeviceMemory, SimulatedDevice
+from infinity.simulation.drives import SimulatedDrives
 from infinity.simulation.links import Links
 from infinity.simulation.threads import SimulatedThreads
 from infinity.simulation.world import Rates, SimulatedHost, World
 from infinity.system.streams import CudaStreams, current_stream, has_streams, kind_of, new_stream, on_stream, use_streams
-from infinity.system.threads import now
+from infinity.system.threads import now, using
 
 CPU = torch.device("cpu")
 
@@ -185,3 +186,34 @@ def test_the_host_runs_ahead_of_the_device(tmp_path):
 
     launched, finished = world.run(main)
     assert launched == pytest.approx(3e-6) and finished == pytest.approx(3 * 2 * 1024**3 / 1e9, rel=0.01)
+
+
+def test_work_ends_after_days_of_virtual_time(threads):
+    """So late, the clock cannot tell the last fractions of a piece of work from nothing."""
+    links, ends = Links(threads, lambda busy: dict.fromkeys(busy, 1 / len(busy))), []
+
+    def main():
+        threads.sleep(1e6)
+        for number in range(50):
+            links.begin(f"link {number % 3}", 0.1 + 1e-3 / (number + 3), lambda: ends.append(threads.now()))
+        threads.sleep(1e3)
+
+    threads.run(main)
+    assert len(ends) == 50
+
+
+def test_a_read_that_waits_for_its_extent_is_promoted(threads):
+    def main():
+        drives = SimulatedDrives(threads, Links(threads), read=1e9, write=1e9, latency_s=0.0)
+        extent, others = drives.allocate(1 << 20), [drives.allocate(1 << 30) for _ in range(4)]
+        buffer, large = memoryview(bytearray(1 << 20)), range(1 << 30)
+        drives.write(extent, buffer)
+        read = drives.read(extent, buffer)
+        ends = [drives.read(other, large) for other in others]
+        read.promote()
+        read.wait()
+        assert threads.now() < 1.2  # after one of the large reads, which had begun
+        assert not any(each.done for each in ends[1:])
+
+    with using(threads):
+        threads.run(main)

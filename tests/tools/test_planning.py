@@ -343,13 +343,13 @@ def test_the_largest_model_of_very_many_ranks_is_found(node):
 
 @pytest.mark.long
 def test_the_largest_model_is_found_in_few_layouts_with_progress(node, capsys, monkeypatch):
-    tried, arrangement = [], largest_model.arrangement
+    tried, require_room = [], largest_model.require_room
 
-    def count(model, *rest):
-        tried.append(sum(param.numel() for param in model.parameters()))
-        return arrangement(model, *rest)
+    def count(subject, *rest):
+        tried.append(sum(param.numel() for param in subject.model.parameters()))
+        return require_room(subject, *rest)
 
-    monkeypatch.setattr(largest_model, "arrangement", count)
+    monkeypatch.setattr(largest_model, "require_room", count)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     status, out, errors = run(capsys, "--params", "9999T", "--machine", "h200x8")
     assert status == 1 and "the largest GPT that fits has about 5 T" in out

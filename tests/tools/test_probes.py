@@ -137,7 +137,10 @@ def test_the_measured_cost_of_an_op_is_plausible():
     assert -0.01 < probes.op_seconds(CPU) < 0.1
 
 
-@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))])
+GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
 def test_the_rates_of_a_gpus_processors_are_measured_in_the_second_half(device, monkeypatch):
     """The work itself runs on the CPU, too."""
     seconds = []

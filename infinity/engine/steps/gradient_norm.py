@@ -5,8 +5,6 @@ Knows chunks and the place of a gradient. Must not know when a step begins or en
 
 from __future__ import annotations
 
-import torch
-
 from infinity.optim.adam import NormAccumulator
 from infinity.system.events import Events
 from infinity.system.lanes import Job

@@ -64,7 +64,7 @@ def _sustained_seconds(work: Callable[[], object], device: torch.device) -> floa
     begin, halves = time.perf_counter(), []
     for _ in range(2):
         start, num = time.perf_counter(), 0
-        while time.perf_counter() - begin < SUSTAINED_S * (len(halves) + 1) / 2:
+        while not num or time.perf_counter() - begin < SUSTAINED_S * (len(halves) + 1) / 2:
             for _ in range(4):
                 work()
             num += 4

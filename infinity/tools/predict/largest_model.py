@@ -18,7 +18,7 @@ from infinity.sizes import format_bytes
 from infinity.tools.machine import Machine
 from infinity.tools.predict import formulas
 from infinity.tools.predict.meta_models import TooManyTensors, few_tensors, format_count, gpt, num_heads
-from infinity.tools.predict.prediction import require_start
+from infinity.tools.predict.prediction import require_room
 
 # Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
@@ -72,7 +72,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
-            require_start(subject, machine, coarse, saved)
+            require_room(subject, machine, coarse, saved)
         except BudgetError:
             return None
         return sum(param.numel() for param in subject.model.parameters())

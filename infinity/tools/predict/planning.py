@@ -14,6 +14,7 @@ from infinity import config_files
 from infinity.config import Config, command_layers
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.output import check_file, check_plot, give, pyplot
+from infinity.simulation.threads import Deadlock
 from infinity.tools.machine import Machine
 from infinity.tools.predict import formulas
 from infinity.tools.predict.largest_model import largest_parameters, require_place
@@ -127,9 +128,10 @@ def _subject(arguments, config: Config) -> Subject:
 def _predicted(subject: Subject, machine: Machine, config: Config, step: TrainingStep) -> Prediction:
     try:
         return predict(subject, machine, config, step)
-    except (ConfigError, UsageError):
+    except (ConfigError, UsageError, Deadlock):
         raise
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:  # of the model's code, or sizes that overflow
         first = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"{type(subject.model).__name__} does not run on {', '.join(subject.inputs)}: {first}"
-        raise ConfigError(f"{what}; choose a smaller batch or sequence, name a model of text, images or sound, or give --hidden and --layers") from error
+        remedy = "choose a smaller batch or sequence, name a model of text, images or sound, or give --hidden and --layers"
+        raise ConfigError(f"{what}; {remedy}") from error

@@ -9,6 +9,8 @@ import dataclasses
 import errno
 import math
 import tempfile
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +27,14 @@ from infinity.plan.placement import Placement
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier
 from infinity.simulation.world import World
 from infinity.sizes import format_bytes
-from infinity.system.events import COMPUTE, LINKS
+from infinity.system.events import COMPUTE, LINKS, STALL
 from infinity.tools.machine import Machine
 from infinity.tools.measure.breakdown import breakdown
 from infinity.tools.predict.meta_models import Subject
-from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, start, train, usable_nbytes, world_of
+from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
+
+
+COARSE_FROM, COARSE_CHUNKS = 250e9, 2000  # a larger model has so many chunks here: steps then take as long, and the prediction less time
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,9 @@ class Prediction:
 def predict(subject: Subject, machine: Machine, config: Config, step: TrainingStep = TrainingStep()) -> Prediction:
     """Train the model on the machine until its steps are steady. Raises BudgetError if a tier is too small, and ConfigError if a rate of the
     machine is unknown."""
-    world = world_of(machine)
+    world, num = world_of(machine), sum(param.numel() for param in subject.model.parameters())
+    if config.chunk_mib is None and num > COARSE_FROM:
+        config = dataclasses.replace(config, chunk_mib=2 * num / COARSE_CHUNKS / 2**20)
     with _settings(world, machine, config) as settings:
         found = train(world, subject, settings, step, lambda engine, marks: _predicted(world, subject, machine, step, engine, marks))
     for tier, need in found.memory.items():
@@ -120,15 +127,15 @@ def predict(subject: Subject, machine: Machine, config: Config, step: TrainingSt
     return found
 
 
-def require_start(subject: Subject, machine: Machine, config: Config, activation_nbytes: int) -> None:
-    """Raise BudgetError if no engine can start beside activations of this size."""
+def require_room(subject: Subject, machine: Machine, config: Config, activation_nbytes: int) -> None:
+    """Raise BudgetError if the machine has no room for the model beside activations of this size."""
     if machine.device == "cuda":
         if activation_nbytes >= machine.device_memory:
             raise BudgetError(_too_many(activation_nbytes, machine))
         machine = dataclasses.replace(machine, device_memory=machine.device_memory - activation_nbytes)
     world = world_of(machine)
     with _settings(world, machine, config) as settings:
-        start(world, subject, settings)
+        require_places(world, subject, settings)
 
 
 @contextmanager
@@ -164,7 +171,8 @@ def _require(tier: Tier, need: Need) -> None:
 
 def _too_many(nbytes: int, machine: Machine) -> str:
     needed, there = format_bytes(nbytes), format_bytes(usable_nbytes(machine))
-    return f"device_memory: activations and the engine need more than {needed}; a device has {there} beside CUDA itself: lower the batch or the sequence"
+    what = f"activations and the engine need more than {needed}; a device has {there} beside CUDA itself"
+    return f"device_memory: {what}: lower the batch or the sequence"
 
 
 def _no_room(world: World, machine: Machine) -> str:
@@ -181,7 +189,11 @@ def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingS
     first, last = marks[-1 - LAST_STEPS], marks[-1]
     seconds = (last.seconds - first.seconds) / LAST_STEPS
     nbytes = {link: (last.nbytes[link] - first.nbytes[link]) / LAST_STEPS for link in LINKS} | {COMPUTE: 0.0}
-    uses = {lane: Use(nbytes[lane], lanes[lane]["busy_share"] * seconds, lanes[lane]["waited_share"] * seconds) for lane in (COMPUTE, *LINKS)}
+    waited = _waited(world, engine, first.seconds, last.seconds)
+    busy = {link: lanes[link]["busy_share"] * seconds for link in (COMPUTE, *LINKS)}
+    if machine.device == "cuda":  # the trace of an op includes its waits
+        busy[COMPUTE] = (last.compute_seconds - first.compute_seconds) / LAST_STEPS
+    uses = {link: Use(nbytes[link], busy[link], waited[link] / LAST_STEPS) for link in (COMPUTE, *LINKS)}
     expected, records = expected_step(engine), [chunk.record for chunk in engine.registry.chunks]
     two, three = (
         traffic.step_nbytes(engine.layout, records, engine.placement, dataclasses.replace(expected, num_passes=num, by_layer=False)) for num in (2, 3)
@@ -192,13 +204,25 @@ def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingS
         engine.placement,
         subject.tokens * step.num_micro_batches,
         seconds,
-        world.flops / num_steps / world.rates.flops,
+        world.product_seconds / num_steps,
         uses,
         _memory(world, machine, engine),
         engine.compressor is not None and engine.compressor.codes,
         {link: max(0, three[link] - two[link]) for link in two},
         trace,
     )
+
+
+def _waited(world: World, engine, begin: float, end: float) -> Counter[str]:
+    """Seconds between two moments in which the step waited for each link. If the host waits while a GPU computes, the step does not wait."""
+    idle = world.device.current().idle if world.device is not None else [(begin, end)]
+    starts, found = [start for start, _ in idle], Counter()
+    for event in engine.events.trace:
+        if event.lane == STALL:
+            first, last = max(begin, event.start), min(end, event.end)
+            for start, stop in idle[max(0, bisect_right(starts, first) - 1) : bisect_right(starts, last)]:
+                found[event.what[0]] += max(0.0, min(stop, last) - max(start, first))
+    return found
 
 
 def _memory(world: World, machine: Machine, engine) -> dict[Tier, Need]:

@@ -17,11 +17,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.config import Config
+from infinity.engine.build import assemble
+from infinity.engine.engine import managed_parameters
 from infinity.engine.layerwise.accumulate import accumulate
-from infinity.engine.offload import offload
+from infinity.engine.offload import cut_large_layers, offload
+from infinity.engine.sizing import Training
 from infinity.model.tiled_layers import Tiled
 from infinity.optim.optimizers import AdamW
 from infinity.simulation.world import Rates, SimulatedHost, World
+from infinity.system.capacity import device_of
+from infinity.system.events import Events
+from infinity.system.ranks import make_ranks
 from infinity.system.threads import now
 from infinity.tools.machine import Machine
 from infinity.tools.predict.meta_models import Subject, few_tensors
@@ -48,10 +54,11 @@ class TrainingStep:
 
 
 class Mark(NamedTuple):
-    """A moment, and the bytes that each link has moved so far."""
+    """A moment. So far: the bytes that each link has moved, and the seconds in which the device has computed."""
 
     seconds: float
     nbytes: dict[str, int]
+    compute_seconds: float
 
 
 def world_of(machine: Machine) -> World:
@@ -104,24 +111,33 @@ def train(world: World, subject: Subject, config: Config, step: TrainingStep, lo
 
     def main() -> object:
         with _started(world, subject, config, step) as (engine, model, optimizer, inputs):
-            marks = [Mark(now(), {})]
+            marks = [Mark(now(), {}, 0.0)]
             while not _is_steady(marks):
                 _passes(model, inputs, step)
                 optimizer.step()
                 optimizer.zero_grad()
                 world.finish()
-                marks.append(Mark(now(), {link: meter.nbytes for link, meter in engine.events.meters.items()}))
+                nbytes = {link: meter.nbytes for link, meter in engine.events.meters.items()}
+                marks.append(Mark(now(), nbytes, world.compute_seconds))
             return look(engine, marks)
 
     return world.run(main)
 
 
-def start(world: World, subject: Subject, config: Config) -> None:
-    """Start an engine. Raises BudgetError if the model does not fit."""
+def require_places(world: World, subject: Subject, config: Config) -> None:
+    """Raise BudgetError if the tiers have no place for the records, the slots and the least device memory of the model."""
 
     def main() -> None:
-        with _started(world, subject, config, TrainingStep()) as (engine, *_):
-            engine.start()
+        with world.outside_the_device():
+            model, _ = _with_values(subject, TrainingStep())
+        device = device_of(config.device)
+        with make_ranks(device).joined() as ranks:
+            with few_tensors():
+                cut_large_layers(model, config, ranks)
+            training = Training.of((), config, scales_loss=False)
+            parts = assemble(model, managed_parameters(model), config, device, ranks, Events(), training)
+            parts.ahead.close()
+            parts.close(keeps_memory=lambda: False)
 
     world.run(main)
 
