@@ -224,6 +224,7 @@ def test_a_model_that_needs_other_inputs_prints_one_line(node, capsys, monkeypat
     assert status == 2 and "BertForMaskedLM does not run on nonsense: " in errors and "or give --hidden and --layers" in errors
 
 
+@pytest.mark.long
 def test_the_plot_is_drawn(node, capsys):
     pytest.importorskip("matplotlib")
     status, _, _ = run(capsys, *SMALL, "--plot", str(node / "efficiency.png"))

@@ -167,6 +167,7 @@ def test_a_step_takes_the_time_of_its_longest_link():
     assert slow.bottleneck == "compute" and slow.step_seconds == pytest.approx(slow.compute_seconds, rel=0.1)
 
 
+@pytest.mark.long
 def test_serial_micro_batches_need_more_tokens_than_layer_wise_ones():
     subject = gpt_on_meta(dtype=torch.bfloat16)
     slow = tuple(dataclasses.replace(drive, read_gbps=0.02, write_gbps=0.02, mixed_gbps=0.02) for drive in GPU.drives)
@@ -186,6 +187,7 @@ def test_serial_micro_batches_need_more_tokens_than_layer_wise_ones():
     assert found.hiding_tokens_in_turn == pytest.approx(subject.tokens * num, rel=0.05) and found.hiding_tokens < found.hiding_tokens_in_turn
 
 
+@pytest.mark.long
 def test_micro_batches_by_layer_take_less_time_than_a_loop():
     config = Config(**NVME, device_memory="6MiB", host_memory="12MiB", chunk_mib=0.125)
     one, loop, layer = (
@@ -196,6 +198,7 @@ def test_micro_batches_by_layer_take_less_time_than_a_loop():
     assert loop.tokens == layer.tokens == 4 * one.tokens
 
 
+@pytest.mark.long
 def test_more_nodes_have_more_drives():
     subject = gpt_on_meta(dtype=torch.bfloat16, hidden=256)
     drives = tuple(dataclasses.replace(drive, read_gbps=0.2, write_gbps=0.2, mixed_gbps=0.2) for drive in GPU.drives)
