@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import os
 import weakref
 from collections.abc import Collection
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from infinity.engine.sizing import MOST_OF_FREE, PROGRAM_SHARE
 from infinity.errors import UsageError
 from infinity.model.deferred_init import Drawn, drawn_by, drawn_zeros
 from infinity.model.tensor_functions import LAYOUT_FUNCTIONS, attribute_of, is_metadata, overwritten_by, parameters_in
-from infinity.system.capacity import device_of, gauge_of, host_free_nbytes
+from infinity.system.capacity import device_of, gauge_of, host_free_nbytes, num_cores
 from infinity.system.garbage_collector import without_collections
 from infinity.system.mapped import FilesAhead, MappedFiles
 from infinity.system.ranks import Ranks, make_ranks
@@ -142,7 +141,7 @@ class ConstructionMode(TorchFunctionMode):
         self.windows, self.whole_nbytes = windows, whole_nbytes
         self.scratch = Scratch(config.swap_dirs[0], creates=config.creates_swap_dir, checksums=config.checksums)
         self.num_homecomings = 0  # parameters that were brought back
-        self._num_threads = max(1, len(os.sched_getaffinity(0)) // ranks.num_local)
+        self._num_threads = max(1, num_cores() // ranks.num_local)
         self._present: dict[int, PresentParameter] = {}  # by id, oldest first
         self._away: dict[int, tuple[nn.Parameter, AwayParameter]] = {}
         self._placeholders: dict[int, int] = {}  # id of the parameter, by address

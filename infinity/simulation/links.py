@@ -35,10 +35,7 @@ class Work:
 
 
 class Links:
-    """speeds(links): the speed of each of these links, at most 1, while all of them are busy.
-
-    busy_seconds: by link, the time with work.
-    """
+    """speeds(links): the speed of each of these links, at most 1, while all of them are busy."""
 
     def __init__(
         self,
@@ -47,7 +44,6 @@ class Links:
         side_by_side: Collection[str] = (),
     ):
         self._threads, self._speeds, self._side_by_side = threads, functools.lru_cache(maxsize=None)(speeds), side_by_side
-        self.busy_seconds: Counter[str] = Counter()
         self._waiting: dict[str, list[Work]] = defaultdict(list)  # heaps
         self._running: list[Work] = []
         self._numbers, self._timer, self._since = itertools.count(), 0, 0.0
@@ -82,11 +78,9 @@ class Links:
         """Take the time since the last call off the work that is running."""
         passed, self._since = self._threads.now() - self._since, self._threads.now()
         if passed and self._running:
-            for link, speed in self._speed().items():
-                self.busy_seconds[link] += passed
-                for work in self._running:
-                    if work.link == link:
-                        work.seconds -= passed * speed
+            speed = self._speed()
+            for work in self._running:
+                work.seconds -= passed * speed[work.link]
 
     def _speed(self) -> dict[str, float]:
         """The speed of a piece of work, by link."""

@@ -128,6 +128,7 @@ class World:
         self.memory = DeviceMemory(device_nbytes)  # of the device, or of tensors in the memory of the CPU
         self.device = SimulatedDevice(self.threads, self.links) if device_nbytes is not None else None
         self._is_counting = True
+        self._of_training = self._operations(self._compute)  # also of the threads of micro-batches
         self._owed = threading.local()  # seconds of each link, of each thread
 
     def run(self, main: Callable[[], object]) -> object:
@@ -142,8 +143,13 @@ class World:
             undo.callback(lambda before: use_gauge(*before), use_gauge(lambda device: self.memory, self._note_more))
             if self.device is not None:
                 undo.callback(use_streams, use_streams(self.device))
-            with self._operations(self._compute) as self._of_training:
+            with self._of_training:
                 return self.threads.run(main)
+
+    @property
+    def nvme_nbytes(self) -> int:
+        """Bytes of all extents of this rank."""
+        return sum(drives.allocated_nbytes for drives in self.drives)
 
     @contextlib.contextmanager
     def outside_the_device(self) -> Iterator[None]:

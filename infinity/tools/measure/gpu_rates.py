@@ -60,7 +60,7 @@ def memory_rate(device: torch.device) -> float:
 def _sustained_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of `work` in the second half of about SUSTAINED_S of it."""
     work()
-    _wait_for(device)
+    wait_for(device)
     begin, halves = time.perf_counter(), []
     for _ in range(2):
         start, num = time.perf_counter(), 0
@@ -68,11 +68,12 @@ def _sustained_seconds(work: Callable[[], object], device: torch.device) -> floa
             for _ in range(4):
                 work()
             num += 4
-            _wait_for(device)
+            wait_for(device)
         halves.append((time.perf_counter() - start) / num)
     return halves[-1]
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

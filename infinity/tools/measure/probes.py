@@ -125,7 +125,7 @@ class Copies:
         target.zero_()
         self._sources, self._targets = source.split(chunk_nbytes), target.split(chunk_nbytes)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        _wait_for(device)
+        gpu_rates.wait_for(device)
 
     def begin(self, round_: int) -> None:
         with torch.cuda.stream(self._stream):
@@ -140,7 +140,7 @@ class Copies:
         """Seconds."""
         began = time.perf_counter()
         self.begin(round_)
-        _wait_for(self._device)
+        gpu_rates.wait_for(self._device)
         return time.perf_counter() - began
 
     def check(self, round_: int) -> None:
@@ -165,7 +165,7 @@ class BothWays:
         began = time.perf_counter()
         for way in self._ways:
             way.begin(round_)
-        _wait_for(self._device)
+        gpu_rates.wait_for(self._device)
         return time.perf_counter() - began
 
     def check(self, round_: int) -> None:
@@ -203,7 +203,7 @@ class Collectives:
                     shard.copy_(self._content(self._ranks.rank, rank, index, round_))
                 elif rank == self._ranks.rank:
                     shard.copy_(self._content(rank, 0, index, round_))
-        _wait_for(self._device)
+        gpu_rates.wait_for(self._device)
         self._ranks.barrier()
         began = time.perf_counter()
         if self._reduce:
@@ -211,7 +211,7 @@ class Collectives:
         else:
             for index, chunk in enumerate(self._chunks):
                 self._ranks.gather(chunk, f"chunk {index}")
-        _wait_for(self._device)
+        gpu_rates.wait_for(self._device)
         seconds = time.perf_counter() - began
         return self._ranks.most([seconds])[0]
 
@@ -293,11 +293,11 @@ def update_rate(device: torch.device, *, beside_gpu: bool = False) -> float:
         _require(torch.equal(got[compared], wanted), 0, f"the update on {device}")
     found = []
     for _ in range(NUM_ROUNDS):
-        _wait_for(device)
+        gpu_rates.wait_for(device)
         began = time.perf_counter()
         for record in records:
             _update(record, threads=threads)
-        _wait_for(device)
+        gpu_rates.wait_for(device)
         found.append(len(records) * numel / (time.perf_counter() - began))
     arena.close()
     return statistics.median(found)
@@ -370,7 +370,7 @@ def _median_seconds(work: Callable[[], object], device: torch.device, after: Cal
     for _ in range(1 + NUM_ROUNDS):
         began = time.perf_counter()
         work()
-        _wait_for(device)
+        gpu_rates.wait_for(device)
         seconds.append(time.perf_counter() - began)
         after()
     return statistics.median(seconds[1:])
@@ -385,11 +385,6 @@ def _random(arena: Arena, nbytes: int) -> memoryview:
     region = arena.region(nbytes)
     region.tensor(torch.int64, 0, region.nbytes // 8).random_()
     return region.buffer[:nbytes]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _require(is_right: bool, index: int, where) -> None:

@@ -19,22 +19,21 @@ import torch
 
 from infinity.config import Config
 from infinity.engine.description import expected_step
-from infinity.engine.trace_file import RankTrace, trace_of
+from infinity.engine.trace_file import trace_of
 from infinity.errors import BudgetError, SwapError
 from infinity.plan import traffic
 from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier
-from infinity.simulation.world import World
 from infinity.sizes import format_bytes
+from infinity.simulation.world import World
 from infinity.system.events import COMPUTE, LINKS, STALL
 from infinity.tools.machine import Machine
 from infinity.tools.measure.breakdown import breakdown
 from infinity.tools.predict.meta_models import Subject
 from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
 
-
-COARSE_FROM, COARSE_CHUNKS = 250e9, 2000  # a larger model has so many chunks here: steps then take as long, and the prediction less time
+COARSE_FROM, COARSE_CHUNKS = 250e9, 2000  # a larger model has so many chunks here, because a prediction takes time for each chunk
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Prediction:
     memory: Mapping[Tier, Need]
     compresses_nvme: bool
     more_nbytes: Mapping[str, int]
-    trace: RankTrace
 
     @property
     def bottleneck(self) -> str:
@@ -176,7 +174,7 @@ def _too_many(nbytes: int, machine: Machine) -> str:
 
 
 def _no_room(world: World, machine: Machine) -> str:
-    needed = format_bytes(sum(drives.allocated_nbytes for drives in world.drives) * machine.devices)
+    needed = format_bytes(world.nvme_nbytes * machine.devices)
     if not machine.drives:
         return f"{NVME}: {needed} per node need a drive, but the machine has none"
     there = format_bytes(machine.total("capacity"))
@@ -184,8 +182,8 @@ def _no_room(world: World, machine: Machine) -> str:
 
 
 def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingStep, engine, marks: list[Mark]) -> Prediction:
-    trace, num_steps = trace_of(engine), len(marks) - 1
-    lanes = breakdown([trace], num_warm_up=num_steps - LAST_STEPS)["lanes"]
+    num_steps = len(marks) - 1
+    lanes = breakdown([trace_of(engine)], num_warm_up=num_steps - LAST_STEPS)["lanes"]
     first, last = marks[-1 - LAST_STEPS], marks[-1]
     seconds = (last.seconds - first.seconds) / LAST_STEPS
     nbytes = {link: (last.nbytes[link] - first.nbytes[link]) / LAST_STEPS for link in LINKS} | {COMPUTE: 0.0}
@@ -209,7 +207,6 @@ def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingS
         _memory(world, machine, engine),
         engine.compressor is not None and engine.compressor.codes,
         {link: max(0, three[link] - two[link]) for link in two},
-        trace,
     )
 
 
@@ -233,9 +230,8 @@ def _memory(world: World, machine: Machine, engine) -> dict[Tier, Need]:
     if machine.device == "cpu":
         activations = on_device - engine.tier.peak_nbytes
         in_host, saved = in_host + on_device, activations * machine.devices
-    on_nvme = sum(drives.allocated_nbytes for drives in world.drives)
     return {
         DEVICE: Need(on_device, machine.device_memory if machine.device == "cuda" else None, activations),
         HOST: Need(in_host * machine.devices, machine.host_memory, saved),
-        NVME: Need(on_nvme * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
+        NVME: Need(world.nvme_nbytes * machine.devices, (machine.total("capacity") or None) if machine.drives else 0),
     }

@@ -44,7 +44,7 @@ LAST_STEPS = 2  # whose mean counts: two steps may put off different updates
 @dataclass(frozen=True)
 class TrainingStep:
     """What a program does in a step. num_micro_batches: with a backward pass each. by_layer: with `infinity.accumulate`. max_grad_norm: clipping.
-    recompute: each module of an outer ModuleList is checkpointed. make_optimizer(parameters): AdamW by default."""
+    recompute: each module of an outer ModuleList is checkpointed. make_optimizer: a class with the arguments of AdamW."""
 
     num_micro_batches: int = 1
     by_layer: bool = False
