@@ -1,20 +1,24 @@
 """Predicted against measured steps: `infinity plan`'s predictor beside the engine, after one `infinity calibrate` (table T4).
 
-    python bench/predict.py [--nvme DIR] [--machine FILE] [--only ROW...] [--steps 6] [--limit 120] [--list] [--predict-only]
-                            [--json FILE] [--plot FILE]
+    python bench/predict.py [--nvme DIR] [--machine FILE] [--only ROW...] [--steps 8] [--limit 180] [--list] [--predict-only]
+                            [--measure-only] [--json FILE] [--plot FILE]
 
 First `infinity calibrate` measures the machine, unless --machine names a file. Then each row runs in a process of its own, and the same row is
-predicted. A step's time is the median of the steps after the second, its bytes are their mean. Memory is the most of a run: tensors on a GPU,
-pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers with random weights, 4,096 tokens a sequence, and the loss of
-4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An error is predicted / measured - 1.
+predicted. A step's time is the median of the second half of its steps, its bytes are their mean: in the first steps the engine still tries
+placements. Memory is the most of a run: tensors on a GPU, pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers
+with random weights, 4,096 tokens a sequence, and the loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An
+error is predicted / measured - 1.
 
 The bars: seconds 7 % in the median and 15 % at worst, bytes of each link 2 %, memory of each tier 3 %. A link counts if it moves 5 % of the
-bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning. --predict-only
-prints the predictions for --machine, and needs no GPU.
+bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning.
+
+--measure-only and --predict-only do one half. What the --json file already has is not done again, so the halves may run on two machines:
+--predict-only needs no GPU. Both halves use the machine of --machine, else that in the --json file.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -43,7 +47,6 @@ from infinity.tools.predict.simulated_run import TrainingStep
 MEDIAN_BAR, WORST_BAR, BYTES_BAR, MEMORY_BAR = 0.07, 0.15, 0.02, 0.03
 LEAST_ROWS = 8  # for the bars to count
 LEAST_SHARE = 0.05  # of the bytes of the weights, for a link that counts
-NUM_WARM_UP = 2
 SEQUENCE = 4096
 GPT_51M = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128}
 TIERS = {"device": DEVICE, "host": HOST, "nvme": NVME}
@@ -55,7 +58,7 @@ def on(tier: str, **config) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """model: of `_shapes`, or "gpt". micro_batch: sequences. config: of the engine. checkpoint: activations are recomputed."""
+    """model: of `_shapes`, or "gpt". micro_batch: sequences of a rank. config: of the engine. checkpoint: activations are recomputed."""
 
     model: str
     micro_batch: int
@@ -64,10 +67,11 @@ class Row:
     by_layer: bool = False
     max_grad_norm: float | None = None
     checkpoint: bool = True
+    num_ranks: int = 1
 
 
-def llama(model: str, config: dict | None = None, micro_batch: int = 4, *, clip: bool = True, loop: int = 1, layer: int = 1) -> Row:
-    return Row(model, micro_batch, config or {}, max(loop, layer), layer > 1, 1.0 if clip else None)
+def llama(model: str, config: dict | None = None, micro_batch: int = 4, *, clip: bool = True, loop: int = 1, layer: int = 1, ranks: int = 1) -> Row:
+    return Row(model, micro_batch, config or {}, max(loop, layer), layer > 1, 1.0 if clip else None, num_ranks=ranks)
 
 
 def small(config: dict, micro_batch: int = 1, **others) -> Row:
@@ -99,6 +103,11 @@ ROWS = {
         "8 B, by layer": llama("8b", {"device_memory": "40GiB"}, layer=4),
         "8 B, by layer, 128k tokens": llama("8b", {"device_memory": "40GiB"}, layer=8),
         "14 B": llama("14b", clip=False),
+        "1 B, host, 2 GPUs": llama("1b", on("host"), ranks=2),
+        "3 B, 2 GPUs": llama("3b", ranks=2),
+        "3 B, host, 2 GPUs": llama("3b", on("host"), ranks=2),
+        "8 B, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, ranks=2),
+        "8 B, by layer, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, layer=4, ranks=2),
     },
     "cpu": {
         "nvme": small(NO_CACHE | {"update": "backward"}),
@@ -126,38 +135,49 @@ def main() -> int:
     parser.add_argument("--nvme", type=Path, default=Path("infinity-swap"), help="made if it does not exist")
     parser.add_argument("--machine", type=Path, help="a file of infinity calibrate")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="these rows")
-    parser.add_argument("--steps", type=_common.positive, default=6)
-    parser.add_argument("--limit", type=_common.positive_float, default=120, help="seconds of a measured row")
+    parser.add_argument("--steps", type=_common.at_least(2), default=8)
+    parser.add_argument("--limit", type=_common.positive_float, default=180, help="seconds of a measured row")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
-    parser.add_argument("--predict-only", action="store_true", help="measure nothing")
+    halves = parser.add_mutually_exclusive_group()
+    halves.add_argument("--predict-only", action="store_true", help="measure nothing")
+    halves.add_argument("--measure-only", action="store_true", help="predict nothing")
     parser.add_argument("--runner", help=argparse.SUPPRESS)
     options = _common.parse(parser)
     if options.runner:
-        print("row " + json.dumps(measure(**json.loads(options.runner))), flush=True)
+        work = functools.partial(measure, **json.loads(options.runner))
+        if "RANK" in os.environ:
+            _common.leave(work)
+        else:
+            print("row " + json.dumps(work()), flush=True)
         os._exit(0)  # a row's swap files are gone with its directory
-    if options.predict_only and options.machine is None:
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() and options.json.stat().st_size else {}
+    machine = Machine.load(options.machine) if options.machine else Machine.from_table(before["machine"]) if before else None
+    if options.predict_only and machine is None:
         parser.error("--predict-only: name a machine with --machine")
-    kind = Machine.load(options.machine).device if options.machine else "cuda" if torch.cuda.is_available() else "cpu"
-    rows = ROWS[kind]
+    kind = machine.device if machine else "cuda" if torch.cuda.is_available() else "cpu"
+    num_devices = machine.devices if machine else max(1, torch.cuda.device_count())
+    rows = {name: row for name, row in ROWS[kind].items() if row.num_ranks <= num_devices}
     if unknown := [name for name in options.only or () if name not in rows]:
         parser.error(f"--only {unknown[0]!r}: the rows are {', '.join(map(repr, rows))}")
     if options.list:
         print("\n".join(rows))
         return 0
     options.nvme.mkdir(parents=True, exist_ok=True)
-    machine = Machine.load(options.machine) if options.machine else calibrated(options.nvme)
-    found = {}
+    machine = machine or calibrated(options.nvme)
+    found = before.get("rows", {})
     for name in options.only or rows:
-        found[name] = pair = {"predicted": predicted(rows[name], machine)}
-        if not options.predict_only:
+        pair = found.setdefault(name, {})
+        if not options.measure_only and "s" not in pair.get("predicted", {}):
+            pair["predicted"] = predicted(rows[name], machine)
+        if not options.predict_only and "s" not in pair.get("measured", {}):
             pair["measured"] = in_a_process(kind, name, options)
         print(name, *(f"{which} {told(value)}" for which, value in pair.items()), sep="; ", flush=True)
         if options.json:
             write_json(options.json, {"machine": machine.to_table(), "rows": found, "torch": torch.__version__})
-    compared = {name: compare(pair) for name, pair in found.items() if "s" in pair.get("measured", {}) and "s" in pair["predicted"]}
+    compared = {name: compare(pair) for name, pair in found.items() if all("s" in pair.get(which, {}) for which in ("measured", "predicted"))}
     if options.plot and compared:
         plot(found, compared, options.plot)
-    return judge(found, compared) if compared else int(not options.predict_only)
+    return judge(found, compared) if compared else int(not (options.predict_only or options.measure_only))
 
 
 def calibrated(nvme: Path) -> Machine:
@@ -174,10 +194,13 @@ def in_a_process(kind: str, name: str, options) -> dict:
     """The measured row, or {"error": reason}."""
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         told = {"kind": kind, "name": name, "num_steps": options.steps, "folder": folder}
+        arguments, num_ranks = ["--runner", json.dumps(told)], ROWS[kind][name].num_ranks
         try:
-            done = subprocess.run(
-                [sys.executable, __file__, "--runner", json.dumps(told)], capture_output=True, text=True, timeout=options.limit
-            )
+            if num_ranks > 1:
+                return _common.on_ranks(__file__, arguments, num_ranks, options.limit)[0]
+            done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=options.limit)
+        except _common.RunError as error:
+            return {"error": str(error)}
         except subprocess.TimeoutExpired:
             return {"error": f"not over after {options.limit:.0f} s"}
     line = next((line for line in done.stdout.splitlines() if line.startswith("row ")), None)
@@ -187,6 +210,8 @@ def in_a_process(kind: str, name: str, options) -> dict:
 def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     """Train a row here. Returns seconds, bytes by link, and bytes of memory by tier."""
     row, device = ROWS[kind][name], torch.device(kind)
+    if row.num_ranks > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with infinity.init(Config(device=kind, swap_dirs=folder, verbose=False, **row.config)):
         model = made(row, device)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-5, accumulation_steps=row.num_micro_batches, max_grad_norm=row.max_grad_norm)
@@ -208,8 +233,8 @@ def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     memory = {"nvme": sum(path.stat().st_blocks * 512 for path in files)}
     if kind == "cuda":
-        memory |= {"device": torch.cuda.max_memory_allocated(), "host": engine.stats()["pinned_host_nbytes"]}
-    last = range(NUM_WARM_UP, num_steps)
+        memory |= {"device": torch.cuda.max_memory_allocated(), "host": engine.stats()["pinned_host_nbytes"] * row.num_ranks}
+    last = range(num_steps // 2, num_steps)
     return {
         "s": statistics.median(seconds[step] for step in last),
         "steps": seconds,
@@ -246,6 +271,7 @@ def predicted(row: Row, machine: Machine) -> dict:
     subject = Subject(row.model, model, dict.fromkeys(names, tokens), tokens.numel())
     step = TrainingStep(num_micro_batches=row.num_micro_batches, by_layer=row.by_layer, max_grad_norm=row.max_grad_norm)
     begin = time.perf_counter()
+    machine = dataclasses.replace(machine, devices=row.num_ranks)
     try:
         found: Prediction = predict(subject, machine, Config(**row.config), step)
     except BudgetError as error:

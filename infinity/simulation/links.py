@@ -14,7 +14,7 @@ import functools
 import heapq
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 
 from infinity.simulation.threads import SimulatedThreads
@@ -43,9 +43,11 @@ class Links:
         speeds: Callable[[frozenset[str]], Mapping[str, float]] = lambda links: dict.fromkeys(links, 1.0),
         side_by_side: Collection[str] = (),
     ):
-        self._threads, self._speeds, self._side_by_side = threads, functools.lru_cache(maxsize=None)(speeds), side_by_side
+        self._threads, self._speeds, self._side_by_side = threads, speeds, side_by_side
+        self._speed_of = functools.lru_cache(maxsize=4096)(self._shared)
         self._waiting: dict[str, list[Work]] = defaultdict(list)  # heaps
         self._running: list[Work] = []
+        self._speed: dict[str, float] = {}  # of a piece of work, by link, until work begins or ends
         self._numbers, self._timer, self._since = itertools.count(), 0, 0.0
 
     def begin(self, link: str, seconds: float, then: Callable[[], object], priority: int = 0) -> Work:
@@ -77,22 +79,24 @@ class Links:
     def _pass(self) -> None:
         """Take the time since the last call off the work that is running."""
         passed, self._since = self._threads.now() - self._since, self._threads.now()
-        if passed and self._running:
-            speed = self._speed()
+        if passed:
             for work in self._running:
-                work.seconds -= passed * speed[work.link]
-
-    def _speed(self) -> dict[str, float]:
-        """The speed of a piece of work, by link."""
-        counts = Counter(work.link for work in self._running)
-        return {link: speed / counts[link] for link, speed in self._speeds(frozenset(counts)).items()}
+                work.seconds -= passed * self._speed[work.link]
 
     def _set_timer(self) -> None:
         self._timer += 1
         if self._running:
-            speed = self._speed()
-            seconds = min(work.seconds / speed[work.link] for work in self._running)
+            counts: dict[str, int] = {}
+            for work in self._running:
+                counts[work.link] = counts.get(work.link, 0) + 1
+            speed = self._speed = self._speed_of(tuple(counts.items()))
+            seconds = min([work.seconds / speed[work.link] for work in self._running])
             self._threads.call_after(max(seconds, 0.0), functools.partial(self._go_off, self._timer))
+
+    def _shared(self, counts: tuple[tuple[str, int], ...]) -> dict[str, float]:
+        """The speed of each of so many pieces of work, by link."""
+        speeds = self._speeds(frozenset(link for link, _ in counts))
+        return {link: speeds[link] / count for link, count in counts}
 
     def _go_off(self, number: int) -> None:
         if number != self._timer:

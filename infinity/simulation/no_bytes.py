@@ -11,6 +11,7 @@ Knows operations of torch. Must not know the engine.
 
 from __future__ import annotations
 
+import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -84,22 +85,28 @@ class NoBytes(TorchDispatchMode):
     ):
         super().__init__()
         self._spend, self._kept_nbytes, self._allocated, self._read = spend, kept_nbytes, allocated, read
-        self._shapes: dict[tuple, object] = {}  # of the results of earlier operations
+        self._known: dict[tuple, _Known] = {}  # of earlier operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _FACTORIES:
-            return self._made(func, args, kwargs)
-        if func.is_view or torch.Tag.inplace_view in func.tags:
+        does = _what(func)
+        if does.views:
             return func(*args, **kwargs)
+        if does.makes:
+            return self._made(func, args, kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._is_large, tensors)):
             return self._small(func, args, kwargs, tensors)
-        results = _written(func, args, kwargs)
-        if results is None:
-            results = self._results(func, args, kwargs, tensors)
+        key = func, _key_of(args), _key_of(tuple(kwargs.items()))
+        known = self._known.get(key)
+        if known is None:
+            results = None if does.writes else _on_meta(func, args, kwargs, tensors)
+            known = self._known[key] = _Known(results, None)
+        results = kwargs.get("out", args[0]) if does.writes else self._results(known.results, tensors)
+        if known.flops is None:
+            known = self._known[key] = _Known(known.results, does.flops(*args, **kwargs, out_val=results))
         used = {id(tensor): tensor.nbytes for tensor in (*tensors, *_tensors((results,)))}
-        self._spend(Spent(_flops_of(func, args, kwargs, results), sum(used.values()), _kind_of(func)))
+        self._spend(Spent(known.flops, sum(used.values()), does.kind))
         return results
 
     def _small(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
@@ -108,7 +115,8 @@ class NoBytes(TorchDispatchMode):
             self._read()
         found = func(*args, **kwargs)
         if tensors:
-            self._spend(Spent(_flops_of(func, args, kwargs, found), sum(tensor.nbytes for tensor in tensors), _kind_of(func)))
+            does = _what(func)
+            self._spend(Spent(does.flops(*args, **kwargs, out_val=found), sum(tensor.nbytes for tensor in tensors), does.kind))
         for tensor in _tensors((found,)):
             if self._is_large(tensor):
                 self._allocated(tensor.untyped_storage())
@@ -117,12 +125,11 @@ class NoBytes(TorchDispatchMode):
     def _is_large(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes > self._kept_nbytes and tensor.device.type == "cpu"
 
-    def _results(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
-        """New tensors of the shapes that an operation returns. A result that is an operand is the operand itself."""
-        key = func, _key_of(args), _key_of(tuple(kwargs.items()))
-        if key not in self._shapes:
-            self._shapes[key] = _on_meta(func, args, kwargs, tensors)
-        return tree_map_only(_Shape, lambda shape: self._empty(shape) if shape.operand is None else tensors[shape.operand], self._shapes[key])
+    def _results(self, shapes, tensors: list[torch.Tensor]):
+        """New tensors of these shapes. A result that is an operand is the operand itself."""
+        if type(shapes) is _Shape:
+            return self._empty(shapes) if shapes.operand is None else tensors[shapes.operand]
+        return type(shapes)([self._results(shape, tensors) for shape in shapes]) if type(shapes) in (tuple, list) else shapes
 
     def _made(self, func, args: tuple, kwargs: dict) -> torch.Tensor:
         """The result of a factory."""
@@ -151,24 +158,33 @@ def _mapped(shape: _Shape) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.sizes, shape.strides)
 
 
-def _kind_of(func) -> str:
-    return ATTENTION if func.overloadpacket in _ATTENTION else ""
+class _Does(NamedTuple):
+    """views: the result is a view. makes: a tensor, of no tensor. writes: the one result is `out`, or the first argument, as of add_.
+    flops(*arguments, out_val=results): floating-point operations. kind: see `Spent`."""
+
+    views: bool
+    makes: bool
+    writes: bool
+    flops: Callable[..., int]
+    kind: str
 
 
-def _flops_of(func, args: tuple, kwargs: dict, results) -> int:
-    packet = func.overloadpacket
+class _Known(NamedTuple):
+    """What an operation on operands of some shapes returns: nested `_Shape`s, or None if it writes. flops: None if not counted yet."""
+
+    results: object
+    flops: int | None
+
+
+@functools.cache
+def _what(func) -> _Does:
+    packet, returns = func.overloadpacket, func._schema.returns
+    writes = len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    flops = flop_registry.get(_ATTENTION.get(packet, packet), lambda *args, **kwargs: 0)
     if packet is _aten._grouped_mm:
-        return 2 * args[0].numel() * args[1].shape[-1]
-    formula = flop_registry.get(_ATTENTION.get(packet, packet))
-    return formula(*args, **kwargs, out_val=results) if formula is not None else 0
-
-
-def _written(func, args: tuple, kwargs: dict) -> torch.Tensor | None:
-    """The tensor that an operation such as add_, or one with out=, returns. None for other operations."""
-    returns = func._schema.returns
-    if len(returns) != 1 or returns[0].alias_info is None or not returns[0].alias_info.is_write:
-        return None
-    return kwargs.get("out", args[0])
+        flops = lambda *args, **kwargs: 2 * args[0].numel() * args[1].shape[-1]
+    views = func.is_view or torch.Tag.inplace_view in func.tags
+    return _Does(views, func in _FACTORIES, writes, flops, ATTENTION if packet in _ATTENTION else "")
 
 
 def _tensors(values: Iterable) -> Iterator[torch.Tensor]:

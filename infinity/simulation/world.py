@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -31,6 +34,8 @@ from infinity.system.threads import using
 
 READ_SHARE = 0.6  # of the bytes that drives move while they read and write
 OWED_S = 1e-3  # of short work for which a thread waits at once
+_LAUNCH = "launch"
+GC_THRESHOLDS = 50_000, 50, 100
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class World:
             raise ValueError(f"num_ranks={num_ranks}: expected 1 or more")
         self.rates, self.num_ranks, self.num_local = rates, num_ranks, num_local or num_ranks
         self.room_nbytes, self.kept_nbytes = room_nbytes, kept_nbytes
-        self.host = host or Host()
+        self.host = host or SimulatedHost(Host().free_nbytes())
         self.threads = SimulatedThreads(seed, around=self._host_operations)
         speeds = functools.partial(rates.speeds, shares_processors=device_nbytes is None)
         self.links = Links(self.threads, speeds, side_by_side=("host",))
@@ -134,6 +139,7 @@ class World:
     def run(self, main: Callable[[], object]) -> object:
         """main() in this world, as the training thread. Returns the result. Raises `Deadlock`."""
         with contextlib.ExitStack() as undo:
+            undo.enter_context(_little_overhead())
             undo.enter_context(using(self.threads))
             undo.callback(use_host_bytes, use_host_bytes(_NoHostBytes(self)))
             undo.callback(use_host, use_host(self.host))
@@ -173,11 +179,11 @@ class World:
             self.spend_soon("host", work.nbytes / self.rates.host)
 
     def spend_soon(self, link: str, seconds: float) -> None:
-        """This thread works on a link, or codes floats beside the other threads. It waits once there are OWED_S of such work: a wait takes more
-        time here than all the rest."""
+        """This thread works on a link, codes floats, or launches operations of a device, beside the other threads. It waits once there are
+        OWED_S of such work: a wait takes more time here than all the rest."""
         owed = vars(self._owed).get(link, 0.0) + seconds
         if owed > OWED_S:
-            self.threads.sleep(owed) if link == CODEC else self.links.spend(link, owed)
+            self.threads.sleep(owed) if link in (CODEC, _LAUNCH) else self.links.spend(link, owed)
             owed = 0.0
         setattr(self._owed, link, owed)
 
@@ -213,7 +219,7 @@ class World:
             self.links.spend(link, seconds + self.rates.launch_s)
         else:
             self.device.current().spend(seconds, link)
-            self.threads.sleep(self.rates.launch_s)
+            self.spend_soon(_LAUNCH, self.rates.launch_s)
 
     def _note_allocated(self, storage: torch.UntypedStorage) -> None:
         if self._is_counting:
@@ -228,23 +234,44 @@ class World:
             self.finish()
 
 
+@contextlib.contextmanager
+def _little_overhead() -> Iterator[None]:
+    """One thread runs at a time, so one core is enough: a thread then takes over in less time. Small tensors are real, but too small for threads
+    of PyTorch, which spin between operations. Garbage is collected less often, because a run keeps most objects."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        undo.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(*GC_THRESHOLDS)
+        if hasattr(os, "sched_setaffinity"):
+            undo.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {_present_core()})
+        yield
+
+
+def _present_core() -> int:
+    """The core on which this thread runs, which no other busy process has."""
+    fields = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[36])
+
+
 class SimulatedHost(Host):
     """Another host, with so much free memory. num_cores: 0 for as many as this machine has. See `use_host`."""
 
     def __init__(self, free_nbytes: int, num_cores: int = 0):
-        self._free_nbytes, self._num_cores = free_nbytes, num_cores
+        self._free_nbytes, self._num_cores = free_nbytes, num_cores or Host().num_cores()
 
     def free_nbytes(self) -> int:
         return self._free_nbytes
 
     def num_cores(self) -> int:
-        return self._num_cores or super().num_cores()
+        return self._num_cores
 
 
 class _NoHostBytes(HostBytes):
     """Addresses without pages. Work on many bytes takes time and is left out."""
 
-    least_section_nbytes = 64 << 20
+    least_section_nbytes = 256 << 20
     map_flags = HostBytes.map_flags | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
 
     def __init__(self, world: World):

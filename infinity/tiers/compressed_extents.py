@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -45,16 +46,9 @@ from infinity.tiers.late_moments import RedoLog
 GROWTHS = 512  # the area grows by this part of its limit or more at a time, if the drive has room
 
 
-@dataclass(frozen=True, order=True)
-class Piece:
-    """PIECE_NBYTES of the area, at an offset in one of its extents."""
-
-    extent: int
-    offset: int
-
-
 class OverflowArea:
-    """Pieces of storage, see [Note: compressed extents]. Any thread may call the methods.
+    """Pieces of PIECE_NBYTES of storage, see [Note: compressed extents]. Pieces have numbers, in the order of the extents. Any thread may call
+    the methods.
 
     extent: of the start, None if there is none.
     """
@@ -63,7 +57,9 @@ class OverflowArea:
         self._storage = storage
         self._limit_nbytes = 0
         self._extents: list[Extent] = []
-        self._free: list[Piece] = []  # a heap: the first pieces come first, so that neighbours form one transfer
+        self._first: list[int] = []  # piece of each extent
+        self._num_pieces = 0
+        self._free: list[int] = []  # a heap: the first pieces come first, so that neighbours form one transfer
         self._num_writes = 0  # that may give pieces back
         self._changed = monitor()
         if extent is not None:
@@ -81,7 +77,7 @@ class OverflowArea:
         """The regions share the area, which may grow as far as their floats without coding need."""
         self._limit_nbytes += PIECE_NBYTES * sum(region.num_pieces for region in regions)
 
-    def borrow(self, count: int, what: str) -> list[Piece]:
+    def borrow(self, count: int, what: str) -> list[int]:
         """Pieces for a write, which calls `settle` at its end. what: begins the text of an error.
 
         Raises SwapError if the drive has no room.
@@ -96,7 +92,7 @@ class OverflowArea:
             self._num_writes += 1
             return [heapq.heappop(self._free) for _ in range(count)]
 
-    def settle(self, unused: Sequence[Piece]) -> None:
+    def settle(self, unused: Sequence[int]) -> None:
         """A write that has borrowed pieces is over, or has written all its bytes. unused: pieces that it needs no more."""
         with self._changed:
             self._num_writes -= 1
@@ -104,16 +100,17 @@ class OverflowArea:
                 heapq.heappush(self._free, piece)
             self._changed.notify_all()
 
-    def ranges(self, pieces: Sequence[Piece], start: int, nbytes: int) -> Iterator[tuple[Extent, int, int]]:
+    def ranges(self, pieces: Sequence[int], start: int, nbytes: int) -> Iterator[tuple[Extent, int, int]]:
         """(extent, offset, size) of each run of bytes in `nbytes` bytes from `start` on, where the pieces lie one behind the other."""
         found: list[tuple[int, int, int]] = []
         while nbytes:
-            piece, offset = pieces[start // PIECE_NBYTES], start % PIECE_NBYTES
-            size = min(nbytes, PIECE_NBYTES - offset)
-            if found and found[-1][0] == piece.extent and sum(found[-1][1:]) == piece.offset + offset:
-                found[-1] = (piece.extent, found[-1][1], found[-1][2] + size)
+            number, inside = pieces[start // PIECE_NBYTES], start % PIECE_NBYTES
+            extent = bisect_right(self._first, number) - 1
+            offset, size = (number - self._first[extent]) * PIECE_NBYTES + inside, min(nbytes, PIECE_NBYTES - inside)
+            if found and found[-1][0] == extent and sum(found[-1][1:]) == offset:
+                found[-1] = (extent, found[-1][1], found[-1][2] + size)
             else:
-                found.append((piece.extent, piece.offset + offset, size))
+                found.append((extent, offset, size))
             start, nbytes = start + size, nbytes - size
         return ((self._extents[index], offset, size) for index, offset, size in found)
 
@@ -133,8 +130,10 @@ class OverflowArea:
 
     def _add(self, extent: Extent) -> None:
         self._extents.append(extent)
-        for offset in range(0, extent.nbytes - PIECE_NBYTES + 1, PIECE_NBYTES):
-            heapq.heappush(self._free, Piece(len(self._extents) - 1, offset))
+        self._first.append(self._num_pieces)
+        self._num_pieces += extent.nbytes // PIECE_NBYTES
+        for piece in range(self._first[-1], self._num_pieces):
+            heapq.heappush(self._free, piece)
 
 
 @dataclass
@@ -151,7 +150,7 @@ class CompressedExtent:
     redo: RedoLog
     is_new: bool = True
     stored: list[int] = field(init=False)
-    pieces: list[list[Piece]] = field(init=False)
+    pieces: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.stored = [0] * len(self.sections)  # before the first write, all bytes count as zeros

@@ -172,7 +172,7 @@ def test_a_host_of_other_size_decides_the_budgets(tmp_path):
 
 def test_the_host_runs_ahead_of_the_device(tmp_path):
     """The device is slow, and the program reads no value: the host needs only the time of its launches."""
-    world = World(Rates(flops=1e9, launch_s=1e-6), device_nbytes=1 << 34)
+    world = World(Rates(flops=1e9, launch_s=2e-3), device_nbytes=1 << 34)
 
     def main():
         a = torch.zeros(1024, 1024)
@@ -184,7 +184,7 @@ def test_the_host_runs_ahead_of_the_device(tmp_path):
         return launched, now() - start
 
     launched, finished = world.run(main)
-    assert launched == pytest.approx(3e-6) and finished == pytest.approx(3 * 2 * 1024**3 / 1e9, rel=0.01)
+    assert launched == pytest.approx(6e-3) and finished == pytest.approx(3 * 2 * 1024**3 / 1e9, rel=0.01)
 
 
 def test_work_ends_after_days_of_virtual_time(threads):

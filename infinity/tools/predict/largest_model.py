@@ -22,7 +22,7 @@ from infinity.tools.predict.prediction import require_room
 
 # Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
-COARSE_CHUNKS = 4000
+COARSE_CHUNKS = 1000
 COARSEST_SHARE = 16  # a chunk takes at most 1/16 of a device, because several must fit at once
 
 

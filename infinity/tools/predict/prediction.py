@@ -33,7 +33,7 @@ from infinity.tools.measure.breakdown import breakdown
 from infinity.tools.predict.meta_models import Subject
 from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
 
-COARSE_FROM, COARSE_CHUNKS = 250e9, 2000  # a larger model has so many chunks here, because a prediction takes time for each chunk
+COARSE_FROM, COARSE_CHUNKS = 250e9, 1000  # a larger model has so many chunks here, because a prediction takes time for each chunk
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from infinity.tools.predict.meta_models import Subject, few_tensors
 UPDATE_NBYTES = 26  # a parameter of the measured update rate: a bf16 record, read and written, and a gradient
 OPERATIONS_PER_OP = 2.5  # of PyTorch, in forward or backward of a linear layer, by which the overhead of an op is measured
 KERNEL_S = 3e-6  # of a GPU, for an operation without bytes
-CONTEXT_NBYTES, MOST_SHARE = 1 << 29, 1 / 64  # of a GPU's memory, for CUDA itself; at most this share
+CONTEXT_NBYTES, CONTEXT_SHARE = 1 << 29, 1 / 64  # of a GPU's memory, for CUDA itself; at most this share
+SYSTEM_NBYTES, SYSTEM_SHARE = 5 << 29, 1 / 32  # of host memory, for the system and programs before the engine starts; at most this share
 KEPT_NBYTES = 256 << 10  # small tensors have values: positions, masks, losses
-LEAST_STEPS, MOST_STEPS, STEADY = 4, 10, 0.02
+LEAST_STEPS, MOST_STEPS, STEADY = 4, 10, 0.03
 LAST_STEPS = 2  # whose mean counts: two steps may put off different updates
 
 
@@ -92,7 +93,7 @@ def world_of(machine: Machine) -> World:
         num_ranks=machine.world,
         num_local=share,
         device_nbytes=None if on_cpu else usable_nbytes(machine),
-        host=SimulatedHost(machine.host_memory, machine.cores),
+        host=SimulatedHost(machine.host_memory - min(SYSTEM_NBYTES, int(machine.host_memory * SYSTEM_SHARE)), machine.cores),
         room_nbytes=capacity,
         kept_nbytes=KEPT_NBYTES,
     )
@@ -100,7 +101,7 @@ def world_of(machine: Machine) -> World:
 
 def usable_nbytes(machine: Machine) -> int:
     """Bytes of a device for tensors."""
-    return machine.device_memory - min(CONTEXT_NBYTES, int(machine.device_memory * MOST_SHARE))
+    return machine.device_memory - min(CONTEXT_NBYTES, int(machine.device_memory * CONTEXT_SHARE))
 
 
 def train(world: World, subject: Subject, config: Config, step: TrainingStep, look: Callable[[object, list[Mark]], object]) -> object:
