@@ -184,7 +184,9 @@ def calibrated(nvme: Path) -> Machine:
     """This machine, measured by `infinity calibrate`. If calibrate fails, its message and exit status are used."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "infinity.toml"
-        done = subprocess.run([sys.executable, "-m", "infinity", "calibrate", str(nvme), "--output", str(output)])
+        num_gpus = torch.cuda.device_count()
+        many = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_gpus}"] if num_gpus > 1 else []
+        done = subprocess.run([sys.executable, *many, "-m", "infinity", "calibrate", str(nvme), "--output", str(output)])
         if done.returncode:
             sys.exit(done.returncode)
         return Machine.load(output)
@@ -233,7 +235,8 @@ def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     memory = {"nvme": sum(path.stat().st_blocks * 512 for path in files)}
     if kind == "cuda":
-        memory |= {"device": torch.cuda.max_memory_allocated(), "host": engine.stats()["pinned_host_nbytes"] * row.num_ranks}
+        stats = engine.stats()
+        memory |= {"device": stats["peak_allocated_nbytes"], "host": stats["pinned_host_nbytes"] * row.num_ranks}
     last = range(num_steps // 2, num_steps)
     return {
         "s": statistics.median(seconds[step] for step in last),

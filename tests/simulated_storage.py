@@ -21,10 +21,10 @@ class ExtentWithBytes(SimulatedExtent):
 
 
 class SimulatedStorage(SimulatedDrives):
-    """fails(number): whether transfer `number` fails."""
+    """fails(number): whether transfer `number` fails. latency(): seconds after a transfer."""
 
-    def __init__(self, world, *, fails=lambda number: False, rate=1e9, latency_s=1e-4):
-        super().__init__(world, Links(world), read=rate, write=rate, latency_s=latency_s)
+    def __init__(self, world, *, fails=lambda number: False, rate=1e9, latency=lambda: 1e-4):
+        super().__init__(world, Links(world), read=rate, write=rate, latency=latency)
         self.fails, self.num_transfers = fails, 0
         self.log = []  # (what, op, bytes, end) of each transfer
 

@@ -56,7 +56,7 @@ class SimulatedTransfer:
 class SimulatedDrives:
     """A rank's share of the drives: one read and one write at a time, in the order of their priorities. links: "nvme_read" and "nvme_write" are
     the drives. read, write: their rates in bytes/s, if no other link is busy. nbytes_per_s: what a measurement of all drives would say. room_nbytes:
-    of the share. latency_s: between the transfer of the bytes and the end."""
+    of the share. latency(): seconds between the transfer of the bytes and the end."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class SimulatedDrives:
         read: float,
         write: float,
         nbytes_per_s: float = 0.0,
-        latency_s: float = 1e-4,
+        latency: Callable[[], float] = lambda: 1e-4,
         room_nbytes: int = 1 << 60,
     ):
-        self.threads, self.latency_s, self.room_nbytes, self.nbytes_per_s = threads, latency_s, room_nbytes, nbytes_per_s
+        self.threads, self.latency, self.room_nbytes, self.nbytes_per_s = threads, latency, room_nbytes, nbytes_per_s
         self._links, self._rates = links, {"read": read, "write": write}
         self.allocated_nbytes = 0
         self.read_nbytes = self.write_nbytes = 0
@@ -120,7 +120,7 @@ class SimulatedDrives:
             work = self._links.begin(f"nvme_{op}", nbytes / self._rates[op], end, priority)
 
         def end() -> None:
-            self.threads.call_after(self.latency_s, transfer.end)
+            self.threads.call_after(self.latency(), transfer.end)
 
         transfer = self._last[extent] = SimulatedTransfer(nbytes, f"a {op} of {nbytes} bytes", finish, promote)
         if before is None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import mmap
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -35,7 +32,6 @@ from infinity.system.threads import using
 READ_SHARE = 0.6  # of the bytes that drives move while they read and write
 OWED_S = 1e-3  # of short work for which a thread waits at once
 _LAUNCH = "launch"
-GC_THRESHOLDS = 50_000, 50, 100
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,6 @@ class World:
     def run(self, main: Callable[[], object]) -> object:
         """main() in this world, as the training thread. Returns the result. Raises `Deadlock`."""
         with contextlib.ExitStack() as undo:
-            undo.enter_context(_little_overhead())
             undo.enter_context(using(self.threads))
             undo.callback(use_host_bytes, use_host_bytes(_NoHostBytes(self)))
             undo.callback(use_host, use_host(self.host))
@@ -232,27 +227,6 @@ class World:
     def _read(self) -> None:
         if self._is_on_device:
             self.finish()
-
-
-@contextlib.contextmanager
-def _little_overhead() -> Iterator[None]:
-    """One thread runs at a time, so one core is enough: a thread then takes over in less time. Small tensors are real, but too small for threads
-    of PyTorch, which spin between operations. Garbage is collected less often, because a run keeps most objects."""
-    with contextlib.ExitStack() as undo:
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
-        undo.callback(gc.set_threshold, *gc.get_threshold())
-        gc.set_threshold(*GC_THRESHOLDS)
-        if hasattr(os, "sched_setaffinity"):
-            undo.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {_present_core()})
-        yield
-
-
-def _present_core() -> int:
-    """The core on which this thread runs, which no other busy process has."""
-    fields = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
-    return int(fields[36])
 
 
 class SimulatedHost(Host):

@@ -55,7 +55,7 @@ def in_one_pass(model, x):
 def play(directory, *, rate=1e12, link_s=MS, steps=5, backward=in_one_pass, **config):
     """(seconds of each step, bytes of the drive in each step). rate: of the drive, bytes/s. link_s: of each copy to the device and back, and
     of each update. A chunk is a layer. Host memory holds all weights and three quarters of the states at a time."""
-    with simulated_world(0, rate=rate, latency_s=0.0) as (world, drives):
+    with simulated_world(0, rate=rate, latency=lambda: 0.0) as (world, drives):
 
         def main():
             make = lambda: nn.Sequential(*(Layer(world) for _ in range(NUM_LAYERS)))

@@ -203,7 +203,7 @@ def test_work_ends_after_days_of_virtual_time(threads):
 
 def test_a_read_that_waits_for_its_extent_is_promoted(threads):
     def main():
-        drives = SimulatedDrives(threads, Links(threads), read=1e9, write=1e9, latency_s=0.0)
+        drives = SimulatedDrives(threads, Links(threads), read=1e9, write=1e9, latency=lambda: 0.0)
         extent, others = drives.allocate(1 << 20), [drives.allocate(1 << 30) for _ in range(4)]
         buffer, large = memoryview(bytearray(1 << 20)), range(1 << 30)
         drives.write(extent, buffer)
