@@ -408,13 +408,13 @@ static PyObject *Queue_stats(Queue *self, PyObject *Py_UNUSED(ignored))
         return NULL;
     reap(self->shared);
     Stats stats = core_stats(self->shared->core);
-    return Py_BuildValue("{sK sK sK sK sK sK sK sK sK sn sn sn sn sd sd}", "read_nbytes", stats.read_nbytes, "write_nbytes",
+    return Py_BuildValue("{sK sK sK sK sK sK sK sK sK sn sn sn sn sd sd sd}", "read_nbytes", stats.read_nbytes, "write_nbytes",
                          stats.write_nbytes, "num_reads", stats.num_reads, "num_writes", stats.num_writes, "num_blocks",
                          stats.num_blocks, "num_repeats", stats.num_repeats, "num_errors", stats.num_errors, "num_wakeups",
                          stats.num_wakeups, "num_submits", stats.num_submits, "queued_nbytes", stats.queued_nbytes,
                          "inflight_nbytes", stats.inflight_nbytes, "inflight_write_nbytes", stats.inflight_write_nbytes,
                          "peak_inflight_nbytes", stats.peak_inflight_nbytes, "submit_seconds", (double)stats.submit_ns / 1e9,
-                         "cpu_seconds", (double)stats.cpu_ns / 1e9);
+                         "cpu_seconds", (double)stats.cpu_ns / 1e9, "busy_seconds", (double)stats.busy_ns / 1e9);
 }
 
 static PyObject *Queue_repr(Queue *self)

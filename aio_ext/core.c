@@ -249,6 +249,8 @@ static void block_done(Core *core, Block *block, long long result)
     core->stats.inflight_nbytes -= block->nbytes;
     core->stats.inflight_write_nbytes -= request->is_write ? block->nbytes : 0;
     core->num_inflight_writes -= request->is_write;
+    if (!core->stats.inflight_nbytes)
+        core->stats.busy_ns += aio_now_ns() - core->busy_since_ns;
     if (result == -EAGAIN || result == -EINTR) {
         int64_t now = aio_now_ns();
         if (!block->pause_ns)
@@ -305,6 +307,8 @@ static void batch_add(Core *core, int position, Block *block)
     io_set_eventfd(iocb, core->eventfd);
     iocb->data = (void *)(intptr_t)(block - core->blocks);
     core->batch[position] = iocb;
+    if (!core->stats.inflight_nbytes)
+        core->busy_since_ns = aio_now_ns();
     core->stats.inflight_nbytes += block->nbytes;
     core->stats.inflight_write_nbytes += block->request->is_write ? block->nbytes : 0;
     core->num_inflight_writes += block->request->is_write;
@@ -739,6 +743,8 @@ Stats core_stats(Core *core)
     Stats stats = core->stats;
     if (!core->exited && !pthread_getcpuclockid(core->thread, &clock) && !clock_gettime(clock, &cpu))
         stats.cpu_ns = (int64_t)cpu.tv_sec * 1000000000 + cpu.tv_nsec;
+    if (stats.inflight_nbytes)
+        stats.busy_ns += aio_now_ns() - core->busy_since_ns;
     pthread_mutex_unlock(&core->lock);
     return stats;
 }

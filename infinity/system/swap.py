@@ -27,9 +27,10 @@ from pathlib import Path
 
 import aio_ext
 from infinity.errors import ConfigError, SwapError, UsageError
-from infinity.output import if_several
+from infinity.output import if_several, say
 from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
+from infinity.system.path_rates import PathRates
 from infinity.system.swap_directory import ALIGNMENT, Directory, Stripe, check_paths
 from infinity.system.swap_errors import swap_error
 from infinity.system.swap_owner import guard, run_name
@@ -104,7 +105,8 @@ class Swap:
     infinity-drive.json. Below, several paths are compared with each other, in some tens of milliseconds. checksums: whether reads are
     compared with the written bytes, see [Note: checksums].
 
-    Rank 0 warns of paths on one drive, and of a path with less than half of the fastest one's rate.
+    Rank 0 warns of paths on one drive, and of a path with less than half of the fastest one's rate. It prints a line if a path becomes slow
+    later.
 
     Raises ConfigError for paths that do not exist or are named twice. Raises SwapError (an OSError with errno and filename) for paths
     that are no directory, not writable, or in use by another run. Files of a dead run are removed.
@@ -142,7 +144,8 @@ class Swap:
                 if self._is_held_here(path):
                     gc.collect()  # perhaps by a dropped object of this program, as after a notebook's cell runs again
                 self._directories[-1].claim(must_measure)
-            self._weights = self._weigh(warns=rank == 0)
+            self._rates = PathRates(paths, self._weigh(warns=rank == 0))
+            self._says = rank == 0
         except BaseException:
             self.close()
             raise
@@ -202,8 +205,8 @@ class Swap:
         nbytes = _round_up(nbytes, ALIGNMENT)
         held = [directory.nbytes / STRIPE_UNIT for directory in self._directories]
         num_units = -(-nbytes // STRIPE_UNIT) if nbytes >= STRIPE_UNIT * len(held) else 1
-        units = drives.shares(num_units, self._weights, held)
-        paths = sorted((path for path in range(len(held)) if units[path]), key=lambda path: held[path] / self._weights[path])
+        units = drives.shares(num_units, self._rates.weights, held)
+        paths = sorted((path for path in range(len(held)) if units[path]), key=lambda path: held[path] / self._rates.weights[path])
         stripes, left = [], nbytes
         for path in paths:
             share = left if path == paths[-1] else units[path] * STRIPE_UNIT
@@ -332,7 +335,21 @@ class Swap:
             start += stripe.nbytes
         with self._lock:
             self._moved[op] += view.nbytes
+            slow = self._slow_paths() if self._rates.is_due(sum(self._moved.values())) else []
+        for path, remark in slow:
+            self._directories[path].forget_drive()
+            if self._says:
+                say(str(remark))
         return parts, view.nbytes
+
+    def _slow_paths(self) -> list[tuple[int, swap_paths.Remark]]:
+        """See [Note: a path that becomes slow] in path_rates.py. A path's queues work side by side."""
+        counters = []
+        for directory in self._directories:
+            each = [queue.stats() for queue in directory.queues]
+            nbytes = sum(stats["read_nbytes"] + stats["write_nbytes"] for stats in each)
+            counters.append((nbytes, max((stats["busy_seconds"] for stats in each), default=0.0)))
+        return self._rates.look(counters)
 
     def _check_space(self) -> None:
         """Check that all ranks of this node fit, each with as much as this one. Space that other ranks have reserved counts as available."""

@@ -148,6 +148,11 @@ class Directory:
         each = [queue.stats() for queue in self.queues]
         return {name: sum(stats[name] for stats in each) for name in each[0]}
 
+    def forget_drive(self) -> None:
+        """The next start measures the drive again."""
+        with contextlib.suppress(OSError):  # another rank, or a person, may have removed the file
+            os.unlink(self.path / drives.CACHE_NAME)
+
     def remove_file(self) -> None:
         while self.queues:
             self.queues.pop().close()

@@ -1,0 +1,92 @@
+"""path_rates: a path that becomes slow is named, measured again at the next start, and gets fewer bytes of new extents."""
+
+from pathlib import Path
+
+import pytest
+from helpers import memory
+from test_drives import MIB, keep
+
+from aio_ext import _aio
+from infinity.system import drives, path_rates
+from infinity.system.path_rates import LOOK_NBYTES, PathRates
+from infinity.system.swap import Swap
+
+PATHS = [Path("a"), Path("b"), Path("c")]
+
+
+def looks(rates, seconds, count=2, nbytes=10**9):
+    """The remarks of so many looks. seconds: in which each path moves its share of the bytes, between two looks."""
+    found, moved, busy = [], [0] * len(seconds), [0.0] * len(seconds)
+    for _ in range(count):
+        for path, taken in enumerate(seconds):
+            moved[path] += int(nbytes * rates.weights[path])
+            busy[path] += taken
+        found.append([path for path, _ in rates.look(list(zip(moved, busy)))])
+    return found
+
+
+def test_two_looks_find_a_path_that_has_become_slow():
+    rates = PathRates(PATHS, [1.0, 2.0, 1.0])
+    assert looks(rates, [1.0, 2.5, 1.0]) == [[], [1]]
+    assert rates.weights == pytest.approx([1.0, 0.8, 1.0])
+
+
+def test_a_path_with_fewer_bytes_is_not_slow():
+    rates = PathRates(PATHS, [4.0, 1.0, 0.1])
+    assert looks(rates, [1.0, 1.0, 1.9], count=5) == [[]] * 5
+    assert rates.weights == [4.0, 1.0, 0.1]
+
+
+def test_a_pause_of_one_look_is_forgotten():
+    rates = PathRates(PATHS, [1.0, 1.0, 1.0])
+    assert rates.look([(100, 1.0), (100, 5.0), (100, 1.0)]) == []
+    assert rates.look([(200, 2.0), (200, 6.0), (200, 2.0)]) == []
+    assert rates.look([(300, 3.0), (300, 10.0), (300, 3.0)]) == []
+
+
+def test_a_path_without_transfers_says_nothing():
+    rates = PathRates(PATHS, [1.0, 1.0, 1.0])
+    assert [rates.look([(100 * turn, turn), (0, 0.0), (100 * turn, 9.0 * turn)]) for turn in (1, 2, 3)] == [[]] * 3
+
+
+def test_looks_come_after_so_many_bytes_and_never_for_one_path():
+    rates = PathRates(PATHS, [1.0, 1.0, 1.0])
+    assert not rates.is_due(3 * LOOK_NBYTES - 1) and rates.is_due(3 * LOOK_NBYTES)
+    rates.look([(LOOK_NBYTES, 1.0)] * 3)
+    assert not rates.is_due(6 * LOOK_NBYTES - 1) and rates.is_due(6 * LOOK_NBYTES)
+    assert not PathRates(PATHS[:1], [1.0]).is_due(1 << 50)
+
+
+def test_a_drive_that_becomes_slow_is_named_and_gets_fewer_bytes(paths, monkeypatch, capsys):
+    """Injected delays: both paths move 250 MiB/s, then the second one 25 MiB/s."""
+    monkeypatch.setattr(path_rates, "LOOK_NBYTES", 16 * MIB)
+    for path in paths[:2]:
+        keep(path, nbytes_per_s=250 * MIB)
+    with Swap(paths[:2]) as swap:
+        extents = [swap.allocate(8 * MIB) for _ in range(4)]
+        swap.reserve()
+
+        def write(times):
+            data = memory(8 * MIB)
+            for _ in range(times):
+                for transfer in [swap.write(extent, data) for extent in extents]:
+                    transfer.wait()
+
+        def delays(*seconds):
+            _aio._inject()
+            for directory, delay in zip(swap._directories, seconds):
+                _aio._inject("write", 0, -1, None, delay=delay, fd=directory.file)
+
+        delays(0.004, 0.004)
+        write(4)
+        assert "slow" not in capsys.readouterr().err
+        delays(0.004, 0.04)
+        write(5)
+        _aio._inject()
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "has become slow" in line]
+        assert str(paths[1]) in line and str(paths[0]) not in line
+        assert (paths[0] / drives.CACHE_NAME).exists() and not (paths[1] / drives.CACHE_NAME).exists()
+        sizes = [0, 0]
+        for stripe in swap.extend(20 * MIB).stripes:
+            sizes[stripe.path] = stripe.nbytes
+        assert sizes[0] > 5 * sizes[1]
