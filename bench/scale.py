@@ -19,7 +19,7 @@ from infinity.plan.tiers import DEVICE
 from infinity.sizes import format_bytes
 from infinity.tools.machine import Machine
 from infinity.tools.predict.formulas import gpt_size
-from infinity.tools.predict.meta_models import gpt
+from infinity.tools.predict.meta_models import format_count, gpt
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.simulated_run import TrainingStep
 
@@ -88,13 +88,13 @@ def plot(found: dict, options, node: Machine) -> None:
     left.axhline(node.device_tflops, color="grey", linestyle="--", linewidth=1)
     left.text(options.nodes[0], node.device_tflops, "what compute alone reaches", va="bottom", fontsize=8, color="grey")
     left.set(xscale="log", xlabel="nodes of eight GPUs and eight drives", ylabel="TFLOP/s a device", ylim=(0, 1.1 * node.device_tflops))
-    right.set(xscale="log", yscale="log", xlabel="nodes", ylabel="seconds a step")
+    right.set(xscale="log", xlabel="nodes", ylabel="seconds a step", ylim=(0, None))
     for axis in (left, right):
         axis.set_xticks(options.nodes, [str(nodes) for nodes in options.nodes])
         axis.minorticks_off()
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
-    figure.suptitle(f"GPT of {options.params:.3g} parameters, simulated: {node.name}")
+    figure.suptitle(f"GPT of {format_count(options.params)} parameters, simulated: nodes of {node.name}")
     figure.savefig(options.plot, dpi=120)
 
 
