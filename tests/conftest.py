@@ -14,6 +14,8 @@ import torch
 
 from aio_ext import _aio
 
+pytest.register_assert_rewrite("support")  # a failed assert of shared code shows its values, as in a test module
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored, and child processes inherit this
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -150,3 +152,36 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Return a function: size -> World. Each World is made once."""
+    from support.ranks import World
+
+    made = {}
+
+    def get(size):
+        if size not in made or not made[size].pipes:
+            made[size] = World(size, tmp_path_factory.mktemp(f"world{size}-"))
+        return made[size]
+
+    yield get
+    for world in made.values():
+        world.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(worlds):
+    """A World of two ranks."""
+    return worlds(2)
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    """A process that forks the processes of a test, which may be killed."""
+    from support.nursery import Nursery
+
+    nursery = Nursery()
+    yield nursery
+    nursery.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import HERE, LANGUAGES, PAGES, ROOT, Block, blocks_of, in_place, make_directories, parse, program_of, run_page
+from support.pages import HERE, LANGUAGES, PAGES, ROOT, Block, blocks_of, in_place, make_directories, parse, program_of, run_page
 
 import infinity
 from infinity.config import CHOICES

@@ -8,55 +8,13 @@ import ast
 import re
 import subprocess
 import sys
+import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-
-import infinity
-
-PACKAGE = Path(infinity.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-# From the ground up; what stands in one row does not know its neighbours.
-FLOORS = [
-    {"errors", "version", "aio_ext"},
-    {"sizes", "ordinary_file", "renamed", "spelling"},
-    {"config_files", "output"},
-    {"config"},
-    {"system"},
-    {"formats", "simulation"},
-    {"plan"},
-    {"model"},
-    {"optim"},
-    {"tiers"},
-    {"engine"},
-    {"checkpoints"},
-    {"__init__"},
-    {"integrations", "tools"},
-    {"__main__", "alias"},
-]
-FLOOR = {name: floor for floor, row in enumerate(FLOORS) for name in row}
-
-# On the ground by need, and by what nobody would look for elsewhere: what a configuration asks of a path before there is an engine.
-# `Config.from_deepspeed` imports the conversion when a program asks for it.
-EXCEPTIONS = {("config", "system.mounts"), ("config", "integrations.deepspeed")}
-
-TALKS_TO_TORCH_DISTRIBUTED = {"system.ranks", "checkpoints.dcp_load", "checkpoints.dcp_save", "tools.train.training", "tools.measure.probes"}
-
-
-def name_of(path):
-    """Below `infinity`, with dots; of a package's `__init__` the package's."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-
-
-NAMES = {name_of(path): path for path in FILES}
-TREES = {name: ast.parse(path.read_text()) for name, path in NAMES.items()}
-
-
-def room(name):
-    return name.split(".")[0]
+from support.house import EXCEPTIONS, FILES, FLOOR, NAMES, PACKAGE, TALKS_TO_TORCH_DISTRIBUTED, TREES, room
 
 
 def imports_of(name):
@@ -289,3 +247,40 @@ def test_classes_and_functions_that_are_too_large_only_shrink():
         if num_lines > most[0] or num_parts > most[1]:
             grown.append(f"{kind} {name}: {num_lines} lines of {most[0]}, {num_parts} {'methods' if kind == 'class' else 'arguments'} of {most[1]}")
     assert not grown, "cut these, or where one was cut out of a larger one, move that one's line:\n" + "\n".join(grown)
+
+
+TESTS = Path(__file__).parent
+
+
+def imported_in(source):
+    """Parts of the names that a source imports, also in functions and in programs in strings."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(textwrap.dedent(source))
+    except (SyntaxError, ValueError):
+        return  # a string, and no program
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            yield from ".".join(names).split(".")
+        elif isinstance(node, ast.JoinedStr):
+            yield from imported_in("".join(part.value if isinstance(part, ast.Constant) else "_" for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value:
+            yield from imported_in(node.value)
+
+
+def test_no_test_module_imports_another():
+    """Shared code is in tests/support/. A program in a string may import its own module."""
+    paths = sorted(TESTS.rglob("*.py"))
+    modules = {path.stem for path in paths if path.stem.startswith("test_")}
+    found = {path: (set(imported_in(path.read_text())) & modules) - {path.stem} for path in paths}
+    wrong = [f"{path.relative_to(TESTS)} imports {name}" for path, names in found.items() for name in sorted(names)]
+    assert not wrong, "move shared code to tests/support/:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("source", [
+    "import torch, test_a as t", "from tests.b import test_a", "from tests.test_a import b", "def f():\n    from test_a import b",
+    "run('import test_a; test_a.b()')", "run(f'''\n    import {torch}\n    from test_a import b''')",
+])
+def test_an_import_of_a_test_module_is_found_anywhere(source):
+    assert "test_a" in set(imported_in(source))

@@ -2,9 +2,9 @@
 
 import threading
 
-import house_calls
 import pytest
-from test_house import room
+from support import house_calls
+from support.house import room
 
 from infinity.tiers.record_mover import RecordMover
 

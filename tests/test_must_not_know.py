@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from test_house import NAMES, PACKAGE, TALKS_TO_TORCH_DISTRIBUTED, TREES
+from support.house import NAMES, PACKAGE, TALKS_TO_TORCH_DISTRIBUTED, TREES
 
 
 @dataclass(frozen=True)

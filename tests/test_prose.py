@@ -1,7 +1,7 @@
-"""The project's English is plain: each folder keeps the limits of "what", "it" and long sentences (tests/prose.py)."""
+"""The project's English is plain: each folder keeps the limits of "what", "it" and long sentences (tests/support/prose.py)."""
 
 import pytest
-from prose import ROOT, Rates, files, measure, plain, rates
+from support.prose import ROOT, Rates, files, measure, plain, rates
 
 BARS = (2.0, 10.0, 2.0)  # "what" and "it" per 1,000 words, percent of sentences over 30 words
 PLACES = {  # "what", "it", long sentences: the limits of a place; those above BARS may only fall
@@ -34,8 +34,8 @@ def test_the_english_of_a_place_is_plain(place):
     paths = [path for match in ROOT.glob(place) for path in (files(match) if match.is_dir() else [match])]
     found = sum(map(measure, paths), Rates())
     what, it, long = PLACES[place]
-    told = f"{place}: what {found.what:.1f} (limit {what}), it {found.it:.1f} ({it}), long {found.long:.1f} % ({long}): python tests/prose.py {place}"
-    assert found.what <= what and found.it <= it and found.long <= long, told
+    told = f"{place}: what {found.what:.1f} (limit {what}), it {found.it:.1f} ({it}), long {found.long:.1f} % ({long})"
+    assert found.what <= what and found.it <= it and found.long <= long, f"{told}: python tests/support/prose.py {place}"
 
 
 def test_every_package_has_limits():

@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from helpers import memory, run_python
+from support.helpers import memory, run_python
 
 import aio_ext
 from aio_ext import _aio

@@ -7,7 +7,7 @@ import threading
 import numpy
 import pytest
 import torch
-from helpers import run_python
+from support.helpers import run_python
 
 import aio_ext
 from aio_ext import _aio

@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_of, training
-from models import mlp
-from test_ranks import share, worlds  # noqa: F401: worlds is a fixture
+from support.helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_of, training
+from support.models import mlp
+from support.ranks import share
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

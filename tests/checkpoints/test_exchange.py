@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from helpers import assert_same_bits, assert_same_states, bits, states_of
+from support.helpers import assert_same_bits, assert_same_states, bits, states_of
 from torch import nn
 
 import infinity

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch.distributed as dist
-from pages import ROOT, make_directories, program_of
-from test_store import Calls, Run, killed_at, nursery, write_checkpoint  # noqa: F401: nursery is a fixture
+from support.checkpoints import Run, write_checkpoint
+from support.nursery import Calls, killed_at
+from support.pages import ROOT, make_directories, program_of
 
 import infinity
 from infinity.checkpoints.files import Directory
@@ -74,7 +75,7 @@ def tells_latest(say, folder, rank, path):
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_all_ranks_return_the_checkpoint_that_rank_0_sees(nursery, tmp_path, damaged):  # noqa: F811
+def test_all_ranks_return_the_checkpoint_that_rank_0_sees(nursery, tmp_path, damaged):
     paths = [tmp_path / "seen", tmp_path / "not yet seen"]
     write_checkpoint(paths[0], seed=0)
     if damaged:
@@ -112,7 +113,7 @@ def undisturbed(say, folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_kills", [3, pytest.param(None, marks=pytest.mark.long)], ids=["some", "all"])
-def test_the_documented_program_restarts_after_a_kill_in_its_first_saves(nursery, tmp_path, num_kills):  # noqa: F811
+def test_the_documented_program_restarts_after_a_kill_in_its_first_saves(nursery, tmp_path, num_kills):
     ((first, num_calls),), _ = nursery.start(undisturbed, tmp_path / "reference").end()
     assert first == 0 and num_calls > 10 * NUM_SAVES
     last = 2 * num_calls - 1  # after the last call; at 1 the directory of the checkpoint exists and is empty

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import assert_same_states, states_of, training
-from models import mlp
-from test_save import PLACES, frozen_half, record_files, train_trait
+from support.checkpoints import PLACES, frozen_half, record_files, train_trait
+from support.helpers import assert_same_states, states_of, training
+from support.models import mlp
 
 import infinity
 from infinity.checkpoints import linked, writer

@@ -13,7 +13,8 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from test_store import Run, mutated, signed, unsigned
+from support.checkpoints import Run
+from support.manifests import mutated, signed, unsigned
 
 import infinity
 from infinity.checkpoints import contents, encoding

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
-from test_store import Run, on_disk
+from support.checkpoints import Run, on_disk
 
 from infinity.errors import CheckpointError
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NVME
+from support.helpers import NVME
 from torch import nn
 
 import infinity

@@ -25,7 +25,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
+from support.checkpoints import PLACES, frozen_half, record_files, train_trait
+from support.faults import no_hang, our_threads
+from support.helpers import (
     NVME,
     assert_same_states,
     least_device_memory,
@@ -36,12 +38,11 @@ from helpers import (
     states_of,
     training,
 )
-from models import TRAITS, Chain, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
-from test_faults import no_hang, our_threads
-from test_ranks import gpt, num_descriptors, ranks, settings, share, tokens, worlds  # noqa: F401: worlds is a fixture
-from test_ranks import states_of as bytes_of
-from test_by_layer import micro_batches
-from test_by_layer import loss_of as loss_of_chain
+from support.micro_batches import micro_batches
+from support.micro_batches import loss_of as loss_of_chain
+from support.models import TRAITS, Chain, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
+from support.ranks import gpt, num_descriptors, ranks, settings, share, tokens
+from support.ranks import states_of as bytes_of
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -58,8 +59,6 @@ from infinity.system.arena import PAGE_NBYTES, Arena
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = pytest.mark.long
-TIERS = ("device", "host", "nvme")
-PLACES = [{"param_tier": weights, "optimizer_state_tier": states} for weights, states in itertools.product(TIERS, TIERS)]
 ON_DEVICE = {"param_tier": "device", "optimizer_state_tier": "device"}
 
 
@@ -104,14 +103,6 @@ NUM_STEPS, SAVED_AFTER = 6, 3
 
 def train_gpt(model, optimizer, step):
     return gpt_step(model, optimizer, step, optimizer.accumulation_steps)
-
-
-def train_trait(model, optimizer, step):
-    loss = loss_of(model(inputs(model, step)))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def train_by_layer(model, optimizer, step):
@@ -857,7 +848,7 @@ BY_RANKS = [
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saved_on, loaded_on, dtype, change", BY_RANKS)
-def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, dtype, change, tmp_path):  # noqa: F811
+def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, dtype, change, tmp_path):
     path = tmp_path / "checkpoint"
     saved = on(worlds, saved_on, save_on_ranks, tmp_path, path, dtype=dtype, **RANKS_NVME)
     got = on(worlds, loaded_on, load_on_ranks, tmp_path, path, dtype=dtype, **RANKS_NVME | CHANGES[change])
@@ -872,7 +863,7 @@ def test_every_number_of_ranks_loads_the_same_bits(worlds, saved_on, loaded_on, 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=LONG)])
 @pytest.mark.parametrize("places", [RANKS_NVME, pytest.param(RANKS_HOST, marks=LONG), pytest.param(RANKS_DEVICE, marks=LONG)], ids=str)
-def test_ranks_train_on_while_the_checkpoint_is_written(worlds, places, size, tmp_path):  # noqa: F811
+def test_ranks_train_on_while_the_checkpoint_is_written(worlds, places, size, tmp_path):
     expected = on(worlds, size, save_on_ranks, tmp_path, tmp_path / "a", dtype="bf16", **places)
     got = on(worlds, size, save_on_ranks, tmp_path, tmp_path / "b", wait=False, dtype="bf16", **places)
     assert [rank[:2] for rank in got] == [rank[:2] for rank in expected]
@@ -912,7 +903,7 @@ def descriptors_after_failures(folder, how):
 
 
 @pytest.mark.parametrize("how", ["full", pytest.param("save elsewhere", marks=LONG), pytest.param("load elsewhere", marks=LONG)])
-def test_a_failure_on_one_rank_fails_all_ranks_and_leaks_nothing(worlds, how, tmp_path):  # noqa: F811
+def test_a_failure_on_one_rank_fails_all_ranks_and_leaks_nothing(worlds, how, tmp_path):
     for found, texts in worlds(2).run(descriptors_after_failures, tmp_path, how):
         assert len(texts) == 4, texts
         assert found[-1] == found[0], f"(descriptors, threads) after each failure: {found}"
@@ -1013,24 +1004,6 @@ def test_a_parameter_with_three_names_is_loaded_under_any_of_them(order, tmp_pat
 
 
 # ---- linked files ----
-
-
-def frozen_half():
-    model = mlp(6)
-    for layer in (1, 2, 5):
-        model.layers[layer].requires_grad_(False)
-    return model
-
-
-def record_files(path):
-    """{whether the records are trained: {inode of a record file, ...}} of a checkpoint, by the manifest."""
-    content = json.loads((path / "manifest.json").read_text())
-    found = {True: set(), False: set()}
-    for chunk in content["chunks"]:
-        for file, *_ in chunk["records"]:
-            found[chunk["trainable"]].add(os.stat(path / content["folder"] / content["files"][file][0]).st_ino)
-    assert not found[True] & found[False]
-    return found
 
 
 @pytest.mark.few(1)
@@ -1531,7 +1504,7 @@ def test_a_failed_engine_ends_an_update_that_waits_for_a_save(tmp_path):
     from pathlib import Path
     import infinity
     from aio_ext import _aio
-    from helpers import NVME, least_host_memory, training
+    from support.helpers import NVME, least_host_memory, training
     from test_save import deep, train_deep
 
     def is_taken_by_its_update(saving, chunk):
@@ -1924,5 +1897,5 @@ def own_extra(folder):
 
 
 @pytest.mark.long
-def test_an_extra_that_differs_between_ranks_is_refused(worlds, tmp_path):  # noqa: F811
+def test_an_extra_that_differs_between_ranks_is_refused(worlds, tmp_path):
     assert all("the ranks gave different values" in text for text in worlds(2).run(own_extra, tmp_path))

@@ -9,11 +9,7 @@ import ast
 import copy
 import ctypes
 import errno
-import functools
-import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import re
@@ -23,127 +19,36 @@ import signal
 import stat
 import subprocess
 import tempfile
-import threading
 import time
 import traceback
 import tracemalloc
-from multiprocessing import reduction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import everything_in
-from torch import nn
+from support.checkpoints import ON_HOST, Run, on_disk, write_checkpoint
+from support.helpers import everything_in
+from support.manifests import mutated, signed, unsigned
+from support.nursery import SECONDS, Calls, killed_at
 
-import aio_ext
 import infinity
 from aio_ext import _aio
-from infinity.checkpoints import encoding, files, linked, manifest, reader, writer
+from infinity.checkpoints import encoding, files, linked
 from infinity.checkpoints.convert import export, reshard
-from infinity.checkpoints.files import Directory, lay_out
+from infinity.checkpoints.files import Directory
 from infinity.checkpoints.reader import Checkpoint
-from infinity.checkpoints.writer import Tensors, Writer
 from infinity.errors import CheckpointError, SwapError, UsageError
-from infinity.formats.format import Format
-from infinity.plan import packing
-from infinity.plan.record import record_layout
 from infinity.system import failure_watch as watch
 from infinity.system import ranks
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 30  # a process that is silent for so long is taken to hang
 FOLDER = re.compile(r"data-[0-9a-f]{12}")
-ON_HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
 ON_NVME = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none"}
 
 
 # ---- engines ----
-
-
-class Net(nn.Module):
-    """Trained layers around a frozen one, and a buffer that counts forward passes."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.frozen, self.last = nn.Linear(24, 40), nn.Linear(40, 40), nn.Linear(40, 24)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("passes", torch.zeros(3))
-
-    def forward(self, x):
-        self.passes += 1
-        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x)))))
-
-
-class Run:
-    """A small model in training. The states after a number of steps are the same in every run."""
-
-    def __init__(self, swap, **config):
-        swap.mkdir(exist_ok=True)
-        torch.manual_seed(5)
-        self.model = Net()
-        config = ON_HOST | {"device": "cpu", "dtype": "bf16", "chunk_mib": 1 / 512, "host_memory": "64MiB"} | config
-        self.engine = infinity.offload(self.model, infinity.Config(swap_dirs=swap, **config))
-        self.optimizer = infinity.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        self.step = 0
-
-    def train(self, num_steps=1):
-        for _ in range(num_steps):
-            self.step += 1
-            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(self.step)).bfloat16()
-            self.model(x).float().square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self
-
-    def save(self, path, **options):
-        extra = {"step": self.step, "noise": torch.full((700,), float(self.step))}
-        return infinity.save(path, self.model, self.optimizer, extra=extra, **options)
-
-    def load(self, path):
-        self.step = infinity.load(path, self.model, self.optimizer).step
-        return self.step
-
-    def digest(self):
-        states = {name: self.engine.read_state(param) for name, param in self.model.named_parameters()}
-        return digest_of(states, self.model.passes)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.engine.__exit__(*exception)
-
-
-def digest_of(states, passes):
-    total = hashlib.sha256(bytes(writer.as_bytes(passes.contiguous())))
-    for name in sorted(states):
-        for segment in sorted(states[name]):
-            total.update(f"{name} {segment}".encode())
-            total.update(bytes(writer.as_bytes(states[name][segment].contiguous())))
-    return total.hexdigest()
-
-
-def on_disk(path):
-    """Verifies all bytes of a checkpoint and returns (step, digest)."""
-    with Checkpoint(path) as checkpoint:
-        assert checkpoint.verify() == checkpoint.manifest.nbytes
-        states = {}
-        for index, parameter in enumerate(checkpoint.manifest.parameters):
-            parts = [(count, dict(found)) for count, found in copied(checkpoint.values(index, 0, parameter.numel))]
-            assert sum(count for count, _ in parts) == parameter.numel
-            segments = {name: torch.cat([found[name] for _, found in parts]) for name in parts[0][1]}
-            states[parameter.name] = segments
-        passes = checkpoint.decode(checkpoint.manifest.model["buffers"]["passes"])
-        extra = checkpoint.decode(checkpoint.manifest.extra)
-        assert extra["step"] == checkpoint.manifest.step and (extra["noise"] == checkpoint.manifest.step).all()
-        return checkpoint.manifest.step, digest_of(states, passes)
-
-
-def copied(parts):
-    for count, found in parts:
-        yield count, {name: tensor.clone() for name, tensor in found.items()}
 
 
 def only_the_checkpoint(path):
@@ -167,153 +72,6 @@ def digests(tmp_path_factory):
 def run(tmp_path):
     with Run(tmp_path / "swap") as run:
         yield run
-
-
-# ---- processes that are killed ----
-
-
-class Child:
-    """A process of the nursery."""
-
-    def __init__(self, nursery, pid, pipe):
-        self.nursery, self.pid, self.pipe = nursery, pid, pipe
-        self.said = []
-
-    def hear(self):
-        """The next message of the process; None after its end."""
-        if not self.pipe.poll(SECONDS):
-            self.kill()
-            pytest.fail(f"the process was silent for {SECONDS} s; it said {self.said}")
-        try:
-            self.said.append(self.pipe.recv())
-        except EOFError:
-            return None
-        return self.said[-1]
-
-    def kill(self):
-        os.kill(self.pid, signal.SIGKILL)  # the pid is valid until `end` reaps the process
-
-    def end(self):
-        """Waits for the end. Returns (all messages, whether the process was killed)."""
-        while self.hear() is not None:
-            pass
-        self.nursery.pipe.send(("wait", self.pid))
-        status = self.nursery.pipe.recv()
-        assert status in (0, signal.SIGKILL), f"the process ended with status {status} and said {self.said}"
-        errors = [entry[1] for entry in self.said if entry[0] == "error"]
-        assert not errors, errors[0]
-        return self.said, status == signal.SIGKILL
-
-
-class Nursery:
-    """Forks processes that run a function of this file: function(say, *arguments)."""
-
-    def __init__(self):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "infinity"])
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_nurse, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def start(self, function, *arguments):
-        ours, theirs = multiprocessing.Pipe()
-        self.pipe.send((function, arguments))
-        reduction.send_handle(self.pipe, theirs.fileno(), self.process.pid)
-        theirs.close()
-        return Child(self, self.pipe.recv(), ours)
-
-    def close(self):
-        self.pipe.close()
-        self.process.join(5)
-        self.process.kill()
-
-
-def _nurse(pipe):
-    torch.set_num_threads(1)
-    while True:
-        try:
-            function, arguments = pipe.recv()
-        except EOFError:
-            return
-        if function == "wait":
-            pipe.send(os.waitpid(arguments, 0)[1])
-            continue
-        fd = reduction.recv_handle(pipe)
-        pid = os.fork()
-        if pid:
-            os.close(fd)
-            pipe.send(pid)
-            continue
-        pipe.close()
-        torch.set_num_threads(1)  # makes the thread pool anew after the fork; otherwise autograd's threads would, all at once
-        say = multiprocessing.connection.Connection(fd).send
-        try:
-            function(say, *arguments)
-        except BaseException as error:
-            say(("error", "".join(traceback.format_exception(error))))
-        os._exit(0)
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-CALLS = ["fsync", "rename", "link", "mkdir", "unlink", "rmdir", "posix_fallocate", "open", "replace", "ftruncate", "truncate"]
-
-
-class Calls:
-    """Logs the calls of this process that change files. A test may replace some of these calls."""
-
-    def __init__(self, meet):
-        """meet(number, name, call) makes the call or replaces it."""
-        self.meet, self.names, self._lock = meet, [], threading.RLock()
-
-    def __enter__(self):
-        self._before = {name: getattr(os, name) for name in CALLS}
-        for name, call in self._before.items():
-            if name != "open":
-                setattr(os, name, self._met(name, call))
-        os.open = self._open
-        self._write = Writer.write
-        Writer.write = self._met("write", Writer.write)
-        return self
-
-    def __exit__(self, *exception):
-        for name, call in self._before.items():
-            setattr(os, name, call)
-        Writer.write = self._write
-
-    def _met(self, name, call):
-        def met(*arguments, **options):
-            with self._lock:
-                number = len(self.names)
-                self.names.append(name)
-            return self.meet(number, name, functools.partial(call, *arguments, **options))
-
-        return met
-
-    def _open(self, path, flags, *arguments, **options):
-        call = self._before["open"]
-        return (self._met("open", call) if flags & os.O_CREAT else call)(path, flags, *arguments, **options)
-
-
-def killed_at(position):
-    """Kills this process before (position even) or after (odd) the call number position // 2."""
-
-    def meet(number, name, call):
-        if position == 2 * number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            return call()
-        finally:
-            if position == 2 * number + 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    return meet
 
 
 # ---- kill -9 at any moment ----
@@ -754,48 +512,6 @@ def test_a_volume_without_room_is_refused_before_anything_is_written(tmp_path, n
 
 # ---- damage is found and located ----
 
-SPECS = [("a.weight", (50, 40), True), ("a.bias", (50,), True), ("b.weight", (40, 60), False), ("c.weight", (70, 50), True)]
-
-
-def write_checkpoint(path, seed, world=2, values=None, step=3):
-    """Writes a checkpoint of random bytes in the way of save.py, rank by rank. Returns the manifest."""
-    generator = np.random.default_rng(seed)
-    specs = [packing.ParameterSpec(name, int(np.prod(shape)), Format("bf16", trains)) for name, shape, trains in SPECS]
-    layout = packing.layout(specs, chunk_numel=world * 1024, world=world)
-    directory, tensors = Directory(path), Tensors()
-    files, places = [], [[] for _ in layout.chunks]
-    content = encoding.encode({"x": torch.arange(300.0) + seed, "y": (1, b"two", float("nan"))} if values is None else values, tensors.put)
-    model = {"buffers": {"passes": {"$tensor": tensors.put(torch.full((77,), float(seed)))}}, "extra_state": {}}
-    trains = [chunk.trainable for chunk in layout.chunks]
-    for rank in range(world):
-        records = [record_layout(chunk.shard_used(rank), Format("bf16", chunk.trainable)) for chunk in layout.chunks]
-        own, at = lay_out(records, trains, rank)
-        writer = Writer(path / directory.folder, own, at)
-        for index, record in enumerate(records):
-            memory = np.frombuffer(region := bytearray(record.nbytes + 4096), dtype=np.uint8)
-            begin = -memory.ctypes.data % 4096
-            buffer = memoryview(region)[begin : begin + record.nbytes]
-            crcs = []
-            for segment in reader.segment_bytes(record, buffer).values():
-                segment[:] = generator.bytes(len(segment))
-                crcs.append(aio_ext.crc32c(segment))
-            if record.nbytes:
-                writer.write(index, 0, buffer).wait()
-            file, offset = at[index]
-            places[index].append(manifest.RecordPlace(len(files) + file, offset, tuple(crcs)))
-        writer.finish()
-        files += own
-    tensors.write(path / directory.folder)
-    parameters = [manifest.Parameter(name, shape, trains, 0 if trains else None, step if trains else 0) for name, shape, trains in SPECS]
-    made = manifest.Manifest(
-        folder=directory.folder, world=world, dtype="bf16", moments_dtype="fp32", moments=("momentum", "variance"), seed=1,
-        parameters=tuple(parameters), aliases={"tied": "a.weight"}, chunks=layout.chunks, places=tuple(map(tuple, places)),
-        files=tuple(files), tensors=tuple(tensors.entries), model=model, optimizer={"rule": "AdamW", "groups": [{"lr": 0.1}]},
-        scheduler={"last": 3}, rng=({"torch": {"$bytes": "AAAA"}},) * world, extra=content,
-    )  # fmt: skip
-    directory.commit(made)
-    return made
-
 
 class Bytes:
     """Maps each byte of a checkpoint's files to the expected error if the byte is damaged."""
@@ -1046,82 +762,6 @@ def test_no_module_can_run_code_from_a_file():
     sources = [(ROOT / name).read_text() for name in HAVE_PICKLES]
     calls = re.findall(r"torch\.(load|save)\((.*)\)", "".join(sources))
     assert len(calls) == 3 and all(name == "save" or "weights_only=True" in arguments for name, arguments in calls), calls
-
-
-def signed(text):
-    """The bytes of a manifest: the JSON object, given as bytes or as a value, with the right digest."""
-    text = text if isinstance(text, bytes) else json.dumps(text, separators=(",", ":")).encode()
-    body = text.rstrip()[:-1]
-    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
-
-
-def unsigned(data):
-    found = json.loads(data)
-    del found["sha256"]
-    return found
-
-
-STRANGE = [
-    None, True, False, 0, -1, 1, 2, 4095, 4096, 2**31, 2**32, 2**53 + 1, 2**62, 2**62 + 1, 2**63, 2**64, 10**40, -(10**40), 0.5, 1.0,
-    -0.0, 1e300, float("nan"), float("inf"), "", "..", "/", "../../etc/passwd", "/etc/passwd", "rank0-0.records", "rank0-0.records\0",
-    "rank0-0.records/..", "data-000000000000", "data-00000000000\n", "\ud800", "\u202e", "x" * 5000, [], [[]], {}, {"": 1}, [0] * 3000,
-    {"$tensor": 0}, {"$tensor": -1}, {"$tensor": 10**9}, {"$tensor": True}, {"$array": 0}, {"$bytes": "!"}, {"$bytes": 5}, {"$tuple": 5},
-    {"$dict": [[1]]}, {"$dict": [[[], 1]]}, {"$counter": [[1, "x"]]}, {"$float": "nan"}, {"$float": "1"}, {"$float": []}, {"$": 1},
-    {"$call": "os.system"}, {"$tensor": 0, "x": 1}, {"__reduce__": ["os.system", "x"]},
-]  # fmt: skip
-
-
-def spots(value, found, depth=0):
-    """Appends (container, key) to `found` for each item at any depth of a value."""
-    if isinstance(value, (dict, list)):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            found.append((value, key))
-            spots(value[key], found, depth + 1)
-    return found
-
-
-def mutated(content, chance):
-    """JSON bytes of a copy with one to three random changes."""
-    content = copy.deepcopy(content)
-    for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        if not content:
-            break
-        if chance.random() < 0.5:  # below a top-level key, all keys with equal chance
-            key = chance.choice(list(content))
-            inside = [(content, key), *spots(content[key], [])]
-        else:
-            inside = spots(content, [])
-        where, key = chance.choice(inside)
-        value, action = where[key], chance.randrange(9)
-        if action == 0:
-            del where[key]
-        elif action == 1 and isinstance(where, list):
-            where.insert(key, copy.deepcopy(value))
-        elif action == 2 and isinstance(where, dict):
-            where[chance.choice(["extra", "whole", "$tensor", "..", "", "step", key + "x"])] = copy.deepcopy(value)
-        elif action == 3 and type(value) is int:
-            where[key] = chance.choice([value + 1, value - 1, -value, value * 2, value + 4096, value * 1024, value << 40, float(value)])
-        elif action == 4 and isinstance(where, list):
-            other = chance.randrange(len(where))
-            where[key], where[other] = where[other], where[key]
-        elif action == 5 and isinstance(value, str) and value:
-            where[key] = chance.choice([value[:-1], value + value, "../" + value, "/" + value, value + "\0", value.upper(), "é" + value[1:]])
-        elif action == 6:
-            where[key] = [value] if chance.random() < 0.5 else {"$tuple": [value]}
-        elif action == 7:
-            where[key] = copy.deepcopy(chance.choice(inside)[0])
-            if where is where[key]:
-                where[key] = 0
-        else:
-            where[key] = copy.deepcopy(chance.choice(STRANGE))
-    try:
-        text = json.dumps(content, separators=(",", ":")).encode("utf-8", "surrogatepass")
-    except ValueError:  # circular
-        return mutated(content={"format": 1}, chance=chance)
-    if chance.random() < 0.05:
-        key = chance.choice(["step", "folder", "files", "format"])
-        text = text.replace(f'"{key}":'.encode(), f'"{key}":0,"{key}":'.encode(), 1)
-    return text
 
 
 def load_in_bounds(data, target, run, worst):

@@ -6,11 +6,11 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, assert_same_states, states_of, training
-from models import Chain
-from test_accumulate import PLACES, Boxed, Odd, Stashing, assert_as_the_ordinary_loop, changing, one_step, run, scaled, tokens
-from test_accumulate import loss_of as loss_of_tokens
-from test_transformers import ADAPTED, CASES, total, two_ranks  # noqa: F401
+from support.accumulation import PLACES, Boxed, Odd, Stashing, assert_as_the_ordinary_loop, changing, one_step, run, scaled, tokens
+from support.accumulation import loss_of as loss_of_tokens
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import Chain
+from support.transformer_cases import ADAPTED, CASES
 
 import infinity
 
@@ -201,7 +201,7 @@ def train_by_layer(name, by_layer, dtype, folder):
 
 
 @pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), pytest.param("T5", "fp32", marks=LONG), pytest.param("GPT-2", "fp16", marks=LONG)])
-def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):
     (losses, states), (others, _) = two_ranks.run(train_by_layer, name, True, dtype, tmp_path)
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_by_layer, name, False, dtype, tmp_path)
     assert (losses, others) == (expected_losses, expected_others)
@@ -221,7 +221,7 @@ def train_uncut(make, by_layer, folder):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
-def test_two_ranks_have_the_bits_of_the_loop_for_an_uncut_model(make, two_ranks, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_the_loop_for_an_uncut_model(make, two_ranks, tmp_path):
     make = functools.partial(make, *{Boxed: (2,), Stashing: ("mask",)}.get(make, ()))
     (losses, states), (others, _) = two_ranks.run(train_uncut, make, True, tmp_path)
     (expected_losses, expected_states), (expected_others, _) = two_ranks.run(train_uncut, make, False, tmp_path)
@@ -246,7 +246,7 @@ def train_tightly(by_layer, update, nbytes, folder):
 
 @LONG
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_two_ranks_have_the_bits_of_the_loop_with_little_device_memory(update, two_ranks, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_the_loop_with_little_device_memory(update, two_ranks, tmp_path):
     expected = two_ranks.run(train_tightly, False, update, 1 << 20, tmp_path)
     for nbytes in (30_000, 40_000, 80_000):
         for (losses, states), (expected_losses, expected_states) in zip(two_ranks.run(train_tightly, True, update, nbytes, tmp_path), expected):
@@ -275,6 +275,6 @@ def leaves_once(dtype, update, folder):
 
 
 @pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), pytest.param("fp32", "backward", marks=LONG)])
-def test_shards_of_two_ranks_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):  # noqa: F811
+def test_shards_of_two_ranks_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):
     for found, num_parameters in two_ranks.run(leaves_once, dtype, update, tmp_path):
         assert found == [4 * num_parameters] * 2

@@ -4,8 +4,8 @@ They have the losses and generated tokens of plain PyTorch. One byte less is ref
 
 import pytest
 import torch
-from helpers import NVME, assert_nothing_held
-from test_transformers import CASES, DECODER, LENGTH, OPTIONS, ROWS, VOCAB, Case, image, plain, text, token_ids, train
+from support.helpers import NVME, assert_nothing_held
+from support.transformer_cases import CASES, DECODER, LENGTH, OPTIONS, ROWS, VOCAB, Case, image, plain, text, token_ids, train
 
 import infinity
 

@@ -3,27 +3,16 @@ All other tests of layer-wise accumulation are in test_accumulate.py."""
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_micro_batches, states_of, training
-from models import Chain
+from support.helpers import NVME, assert_nothing_held, assert_same_states, on_gpu, run_micro_batches, states_of, training
+from support.micro_batches import MICROS, loss_of, micro_batches
+from support.models import Chain
 from torch import nn
 
 from infinity.optim.loss_scale import LossScale
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MICROS = 8
-
 LONG = pytest.mark.long
-
-
-def micro_batches(step):
-    generator = torch.Generator().manual_seed(step)
-    return [(torch.randint(50, (3, 7), generator=generator), torch.randint(50, (3, 7), generator=generator)) for _ in range(MICROS)]
-
-
-def loss_of(output, target):
-    return F.cross_entropy(output.float().flatten(0, 1), target.flatten()) / MICROS
 
 
 def run(directory, by_layer, *, num_steps=4, make=Chain, **config):

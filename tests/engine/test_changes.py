@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from helpers import assert_same_bits, plain, training
-from models import H, inputs, loss_of
-from test_parameters import PLACES, assert_alike
+from support.helpers import assert_same_bits, plain, training
+from support.models import H, inputs, loss_of
+from support.parameters import PLACES, assert_alike
 from torch import nn
 
 from infinity.errors import UsageError

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_bits, plain, training
-from models import H, inputs, loss_of, mlp, tokens
-from test_ranks import World
+from support import helpers
+from support.helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_bits, plain, training
+from support.models import H, inputs, loss_of, mlp, tokens
+from support.ranks import World
 from torch import nn
 from torch._dynamo.utils import counters
 

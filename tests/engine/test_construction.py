@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_same_bits, everything_in, on_gpu
-from models import TRAITS, H, mlp, tiny_gpt
-from test_ranks import World
+from support.helpers import assert_same_bits, everything_in, on_gpu
+from support.models import TRAITS, H, mlp, tiny_gpt
+from support.ranks import World
 from torch import nn
 
 import infinity

@@ -4,7 +4,6 @@ Allowed differences have the numbers of plain PyTorch, and fetches run ahead aga
 and several ranks share the same few models, orders and processes.
 """
 
-import dataclasses
 import random
 import re
 import threading
@@ -13,10 +12,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import NVME, assert_equals_reference, least_device_memory, plain, training
-from test_ranks import World, ranks, share, total
+from support.helpers import NVME, assert_equals_reference, least_device_memory, plain, training
+from support.mixtures import CHOICES, LAYER_NBYTES, MIXTURES, NUM_BLOCKS, ON_RANKS, H, Mixture, batch, chosen
+from support.ranks import World, ranks, share, total
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.system.failure_watch import Board
@@ -25,9 +24,7 @@ from infinity.tiers.route_position import MAX_ROUTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-H = 32
 DEPTH = 8
-LAYER_NBYTES = 4 * (H * H + H)
 
 
 class Layers(nn.Module):
@@ -90,10 +87,6 @@ DEFAULT = {("disjoint first ops", "backward"), ("layer drop", "deferred"), ("ear
 DEFAULT |= {("shuffle", "backward"), ("shuffle", "accumulate, clip"), ("one a part of the other", "accumulate")}
 
 
-def batch(step, micro=0, rows=4):
-    return torch.randn(rows, H, generator=torch.Generator().manual_seed(100 * step + micro))
-
-
 def long_unless(default, *values, name=None):
     return pytest.param(*values, id=name or "-".join(map(str, values)), marks=[] if default else pytest.mark.long)
 
@@ -143,6 +136,7 @@ def test_a_changing_order_of_layers_changes_no_bit(order, way, tmp_path):
         return model(batch(step, micro), ORDERS[order](2 * step + micro + step // 3))
 
     run_and_compare(run, tmp_path, config=config, options=options)
+
 
 def evaluate_in_between(model, step, micro):
     """Between forward and backward: an evaluation in eval mode without gradients, and a call of one layer."""
@@ -279,89 +273,6 @@ def test_a_layer_that_runs_twice_is_planned_again_after_one_step(tmp_path):
 
 # ---- infinity.leaf: a mixture of experts ----
 
-NUM_EXPERTS, NUM_BLOCKS = 4, 3
-
-
-@dataclasses.dataclass
-class Chosen:
-    y: torch.Tensor
-    weights: torch.Tensor
-
-
-class Experts(nn.Module):
-    """A router and experts. The experts in `hit` run, each for all rows. The type of the output depends on `kind`."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.router = nn.Linear(H, NUM_EXPERTS)
-        if kind == "slices":
-            self.up, self.down = (nn.Parameter(torch.randn(NUM_EXPERTS, H, H) / H) for _ in range(2))
-        else:
-            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H)) for _ in range(NUM_EXPERTS))
-        if kind == "frozen":
-            self.experts[1].requires_grad_(False)
-
-    def forward(self, x, hit):
-        weights = torch.softmax(self.router(x), -1)
-        y = torch.zeros_like(x)
-        for index in hit:
-            if self.kind == "slices":
-                part = torch.tanh(x @ self.up[index]) @ self.down[index]
-            else:
-                part = self.experts[index](x)
-            y = y + (part if self.kind == "unrouted" else part * weights[:, index, None])
-        if self.kind == "dataclass":
-            return Chosen(y, weights)
-        return (y, weights) if self.kind in ("outputs", "unused output") else y
-
-
-class Mixture(nn.Module):
-    def __init__(self, kind="list", checkpoint=None, leaf=True):
-        super().__init__()
-        self.kind, self.checkpoint = kind, checkpoint
-        self.first, self.last = nn.Linear(H, H), nn.Linear(H, H)
-        self.blocks = nn.ModuleList(Experts(kind) for _ in range(NUM_BLOCKS))
-        for block in self.blocks if leaf else ():
-            infinity.leaf(block)
-            if kind == "nested":
-                for expert in block.experts:
-                    infinity.leaf(expert)
-        if leaf and kind == "root":
-            infinity.leaf(self)
-
-    def forward(self, x, hits):
-        x, extra = self.first(x), 0.0
-        for block, hit in zip(self.blocks, hits):
-            if self.checkpoint is None:
-                output = block(x, hit)
-            else:
-                output = checkpoint(block, x, hit, use_reentrant=self.checkpoint == "reentrant")
-            if self.kind == "dataclass":
-                output, extra = output.y, extra + output.weights.square().sum()
-            elif self.kind in ("outputs", "unused output"):
-                output, weights = output
-                extra = extra + (weights.square().sum() if self.kind == "outputs" else 0.0)
-            x = x + output
-        return self.last(x).square().mean() + extra
-
-
-def chosen(step, rank, choice):
-    """The experts that run in each block."""
-    choose = random.Random(1000 * step + rank)
-    hits = [sorted(choose.sample(range(NUM_EXPERTS), choose.randint(1, NUM_EXPERTS))) for _ in range(NUM_BLOCKS)]
-    if choice == "none on rank 1" and rank == 1 and step % 2:
-        hits[1] = []
-    if choice == "none on rank 1 from the start" and rank == 1:
-        hits[1] = []
-    if choice == "the same":
-        hits = [[0, 1, 2, 3]] * NUM_BLOCKS
-    return hits
-
-
-ON_RANKS = {"param_tier": "nvme", "optimizer_state_tier": "nvme", "residency": "none", "chunk_mib": 1 / 512, "host_memory": "16MiB"}
-ON_RANKS |= {"device": "cpu", "dtype": "fp32", "device_memory": 64 * LAYER_NBYTES}
-
 
 def mixture(folder, options, choice, *, steps=6, leaf=True, adam=None, **config):
     """Trains a mixture on every rank. Returns losses over all ranks, weights, and the share fetched ahead in each step."""
@@ -408,30 +319,6 @@ def plain_mixture(options, choice, world, steps=6):
         adam.zero_grad()
         losses.append(loss)
     return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    world = World(2, tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
-
-
-MIXTURES = {
-    "list": {},
-    "slices": {"kind": "slices"},
-    "nested": {"kind": "nested"},
-    "root": {"kind": "root"},
-    "frozen": {"kind": "frozen"},
-    "outputs": {"kind": "outputs"},
-    "unused output": {"kind": "unused output"},
-    "dataclass": {"kind": "dataclass"},
-    "checkpointed": {"checkpoint": "plain"},
-    "checkpointed slices": {"kind": "slices", "checkpoint": "plain"},
-    "reentrant": {"checkpoint": "reentrant"},
-    "reentrant slices": {"kind": "slices", "checkpoint": "reentrant"},
-}
-CHOICES = ["differ", "none on rank 1", "none on rank 1 from the start"]
 
 
 MIXED = [

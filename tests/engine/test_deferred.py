@@ -3,11 +3,11 @@
 import threading
 import time
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from models import inputs, loss_of, mlp
+from support import helpers
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import inputs, loss_of, mlp
 from torch import nn
 
 import infinity

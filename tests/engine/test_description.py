@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from test_ranks import World
+from support.ranks import World
 from torch import nn
 
 import infinity

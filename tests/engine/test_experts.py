@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, plain, training
+from support.helpers import NVME, assert_equals_reference, plain, training
 from torch import nn
 from torch.nn import functional as F
 

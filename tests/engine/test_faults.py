@@ -11,20 +11,17 @@ import itertools
 import os
 import re
 import resource
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from models import H, Model, gpt_step, inputs, loss_of, mlp
+from support import helpers
+from support.faults import assert_says_what_failed, chain_step, linears, no_hang, nothing_left, shared_chain
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import H, Model, gpt_step, mlp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import infinity
 from aio_ext import _aio
@@ -38,54 +35,6 @@ from infinity.system.swap import Swap
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60  # a run that takes longer counts as hanging, also on a busy machine
-REMEDY = re.compile(r"[;:,(] .*\b(see|use|free|raise|lower|name|end) ")
-
-
-class Hang(BaseException):
-    pass
-
-
-@contextlib.contextmanager
-def no_hang(seconds=SECONDS):
-    """Raise Hang in the main thread after so many seconds, and again at each interval if the cleanup hangs. Uses a signal, no thread."""
-
-    def ring(*_):
-        raise Hang(f"still running after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def our_threads():
-    """The engine's threads, as objects, and the threads of I/O queues, as kernel thread numbers."""
-    found = {thread for thread in threading.enumerate() if thread.name.startswith("infinity-")}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            if (task / "comm").read_text() == "aio_ext\n":
-                found.add(task.name)
-    return found
-
-
-@contextlib.contextmanager
-def nothing_left(directory):
-    """Asserts that the block leaves no new file and no new thread."""
-    files, threads = set(directory.rglob("*")), our_threads()
-    yield
-    assert set(directory.rglob("*")) - files == set()
-    deadline = time.monotonic() + 2  # the kernel removes an ended thread with a small delay
-    while (left := our_threads() - threads) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert not left
-
-
-def linears(num=3, size=48):
-    return nn.Sequential(*[nn.Linear(size, size) for _ in range(num)])
 
 
 def train_linears(directory, num_steps=2, **config):
@@ -100,12 +49,6 @@ def train_linears(directory, num_steps=2, **config):
             losses.append(loss.item())
         engine.flush()  # without this, states come from host copies under way, and a failed write is not seen
         return losses, states_of(engine, model), _aio._inject()
-
-
-def assert_says_what_failed(error, code, directory):
-    assert type(error) is infinity.SwapError, repr(error)
-    assert error.errno == code and str(directory) in error.filename
-    assert REMEDY.search(error.strerror), f"expected a remedy in the message, got: {error}"
 
 
 # ---- one fault anywhere ----
@@ -397,21 +340,6 @@ def test_a_directory_that_accepts_no_byte_keeps_no_lock_file(tmp_path):
 # ---- memory is as planned ----
 
 
-def shared_chain():
-    """Every chunk's gradient is complete late: each layer is used twice, each time in a reentrant checkpoint."""
-
-    def build(self):
-        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(8))
-
-    def run(self, x):
-        x = x.requires_grad_()
-        for layer in [*self.layers, *self.layers]:
-            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=True)
-        return x
-
-    return Model(build, run)
-
-
 def lists_read_by_turns():
     """A module without direct parameters, which reads parameters from lists and from a dict."""
 
@@ -426,16 +354,6 @@ def lists_read_by_turns():
         return x @ self.named["last"]
 
     return Model(build, run)
-
-
-def chain_step(model, optimizer, step, accumulate=1):
-    dtype = next(model.parameters()).dtype
-    for micro in range(accumulate):
-        loss = loss_of(model(inputs(model, 10 * step + micro).to(dtype))) / accumulate
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 MODELS = {

@@ -1,8 +1,8 @@
 """The first records: zeros are neither written nor moved, and training from them has the bits of host memory."""
 
 import pytest
-from helpers import assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt
+from support.helpers import assert_same_states, states_of, training
+from support.models import gpt_step, tiny_gpt
 
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.plan.record import STATES, WEIGHTS

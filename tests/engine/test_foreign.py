@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from helpers import NVME, ReferenceAdamW, assert_same_bits
+from support.helpers import NVME, ReferenceAdamW, assert_same_bits
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_states, run_micro_batches, states_of, training
-from models import Chain, tiny_gpt, tokens
+from support.helpers import assert_same_states, run_micro_batches, states_of, training
+from support.models import Chain, tiny_gpt, tokens
 
 from infinity.engine import build
 from infinity.plan import host_memory

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import ScriptedGauge, assert_same_states, states_of, training
-from models import gpt_step, tiny_gpt, tokens
+from support.helpers import ScriptedGauge, assert_same_states, states_of, training
+from support.models import gpt_step, tiny_gpt, tokens
 
 import infinity
 from infinity.engine.memory import activation_meter

@@ -6,11 +6,11 @@ Long because each order of passes and each interruption is tried in every placem
 import contextlib
 import sys
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, plain, states_of, training
-from models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp
+from support import helpers
+from support.helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, plain, states_of, training
+from support.models import TRAITS, H, Model, attention, inputs, loss_of, max_norm, mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

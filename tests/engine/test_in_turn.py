@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from helpers import ScriptedGauge, assert_same_states, run_micro_batches, states_of, training
-from models import Chain
+from support.helpers import ScriptedGauge, assert_same_states, run_micro_batches, states_of, training
+from support.models import Chain
 
 from infinity.engine.layerwise.layerwise_step import LayerwiseStep
 from infinity.engine.memory import activation_meter, allocation_trial
 from infinity.engine.memory.division_sizes import DivisionSizes
 from infinity.plan import placement as planner
-from tests.engine.test_by_layer import MICROS, loss_of, micro_batches
+from support.micro_batches import MICROS, loss_of, micro_batches
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

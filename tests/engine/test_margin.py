@@ -8,8 +8,17 @@ import math
 
 import pytest
 import torch
-from helpers import ScriptedGauge, assert_equals_reference, assert_same_states, least_host_memory, on_gpu, plain, states_of, training
-from models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
+from support.helpers import (
+    ScriptedGauge,
+    assert_equals_reference,
+    assert_same_states,
+    least_host_memory,
+    on_gpu,
+    plain,
+    states_of,
+    training,
+)
+from support.models import TRAITS, gpt_step, inputs, loss_of, tiny_gpt, tokens
 from torch import nn
 
 import infinity

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import (
+from support.helpers import (
     NVME,
     ReferenceAdamW,
     assert_equals_reference,
@@ -20,7 +20,7 @@ from helpers import (
     states_of,
     training,
 )
-from test_ranks import ranks, worlds  # noqa: F401, a fixture has no visible use
+from support.ranks import ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -324,7 +324,7 @@ def trained_on_ranks(folder, path=None, load=None, steps=range(3)):
 
 
 @pytest.mark.long
-def test_two_ranks_have_the_bits_of_one_rank_and_resume_on_one(worlds, tmp_path):  # noqa: F811
+def test_two_ranks_have_the_bits_of_one_rank_and_resume_on_one(worlds, tmp_path):
     first, second = worlds(2).run(trained_on_ranks, tmp_path, path=tmp_path / "checkpoint")
     alone = trained_on_ranks(tmp_path / "alone")
     for name, states in alone.items():

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from helpers import NVME, ReferenceAdamW, assert_equals_reference, run_micro_batches, states_of, training
-from test_ranks import ranks, worlds  # noqa: F401, a fixture has no visible use
-from test_transformers import DECODER, EXPERTS
+from support.helpers import NVME, ReferenceAdamW, assert_equals_reference, run_micro_batches, states_of, training
+from support.ranks import ranks
+from support.transformer_cases import DECODER, EXPERTS
 
 import infinity
 
@@ -135,7 +135,7 @@ def on_ranks(folder, name, steps, save=None, load=None):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
-def test_one_rank_resumes_the_checkpoint_of_two_ranks(name, steps, worlds, tmp_path):  # noqa: F811
+def test_one_rank_resumes_the_checkpoint_of_two_ranks(name, steps, worlds, tmp_path):
     worlds(2).run(on_ranks, tmp_path / "two", name, range(steps // 2), save=tmp_path / "checkpoint")
     resumed = on_ranks(tmp_path / "one", name, range(steps // 2, steps), load=tmp_path / "checkpoint")
     expected = on_ranks(tmp_path / "all", name, range(steps))

@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_states, run_micro_batches, states_of, training
-from models import Chain, tiny_gpt, tokens
-from test_control_flow import CHOICES, MIXTURES, ON_RANKS, Mixture, batch, chosen, two_ranks  # noqa: F401
-from test_ranks import ranks, share
+from support.helpers import assert_same_states, run_micro_batches, states_of, training
+from support.mixtures import CHOICES, MIXTURES, ON_RANKS, Mixture, batch, chosen
+from support.models import Chain, tiny_gpt, tokens
+from support.ranks import ranks, share
 
 import infinity
 from infinity.tiers.arithmetic import Computed
@@ -317,7 +317,7 @@ def train_mixture(directory, options, choice, moments_follow):
 
 @pytest.mark.long
 @pytest.mark.parametrize("choice", CHOICES)
-def test_gradients_of_other_ranks_only_wait_for_moments(choice, two_ranks, tmp_path):  # noqa: F811
+def test_gradients_of_other_ranks_only_wait_for_moments(choice, two_ranks, tmp_path):
     """This rank has no gradient for an expert that another rank has chosen, so no arrival waits for the last update."""
     options = MIXTURES["unused output"]
     one, two = (two_ranks.run(train_mixture, tmp_path, options, choice, moments_follow) for moments_follow in (False, True))

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from test_faults import linears
+from support.faults import linears
+from support.helpers import NVME, assert_same_states, states_of, training
 
 import infinity
 

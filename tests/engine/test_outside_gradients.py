@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from models import inputs, loss_of, mlp
-from test_ranks import World, gpt, settings, share, tokens
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import inputs, loss_of, mlp
+from support.ranks import World, gpt, settings, share, tokens
 from torch import nn
 
 import infinity

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from helpers import NVME, training
-from models import inputs, loss_of, mlp
-from test_ranks import World, gpt, settings, share, tokens
+from support.helpers import NVME, training
+from support.models import inputs, loss_of, mlp
+from support.ranks import World, gpt, settings, share, tokens
 from torch import nn
 
 import infinity

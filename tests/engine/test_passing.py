@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import NVME, ReferenceAdamW, assert_nothing_held, assert_same_bits
-from test_ranks import World
+from support.helpers import NVME, ReferenceAdamW, assert_nothing_held, assert_same_bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -264,13 +263,6 @@ def test_training_without_an_optimizer_is_refused_with_a_remedy(through, tmp_pat
 
 
 # Two ranks with the same inputs, so their gradients are equal.
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    world = World(2, tmp_path_factory.mktemp("world"))
-    yield world
-    world.close()
 
 
 def values_of(program, mode, directory, config):

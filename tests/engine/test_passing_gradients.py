@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, gpt_step_by_layer, tiny_gpt
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import gpt_step, gpt_step_by_layer, tiny_gpt
 from torch import nn
 
 import infinity

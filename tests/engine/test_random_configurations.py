@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from helpers import assert_equals_reference, plain, training
-from random_models import Stack, batch, loss_of
+from support.helpers import assert_equals_reference, plain, training
+from support.random_models import Stack, batch, loss_of
 
 import infinity
 

@@ -4,8 +4,8 @@ import functools
 import random
 
 import pytest
-from helpers import assert_same_states, states_of, training
-from random_models import Stack, batch, loss_of
+from support.helpers import assert_same_states, states_of, training
+from support.random_models import Stack, batch, loss_of
 
 import infinity
 

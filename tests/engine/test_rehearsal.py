@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import assert_same_states, on_gpu, states_of, training
-from models import gpt_step, tiny_gpt
+from support.helpers import assert_same_states, on_gpu, states_of, training
+from support.models import gpt_step, tiny_gpt
 
 import infinity
 from infinity.formats.format import Format

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import NVME, training
-from simulated_storage import simulated_world
+from support.helpers import NVME, training
+from support.simulated_storage import simulated_world
 from torch import nn
 
 import infinity

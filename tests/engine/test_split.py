@@ -4,10 +4,10 @@ No update is put off if its gradient has no place to wait."""
 import itertools
 import threading
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_same_states, run_micro_batches, states_of, training
+from support import helpers
+from support.helpers import NVME, assert_same_states, run_micro_batches, states_of, training
 from torch import nn
 
 import infinity

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from helpers import assert_moves, training
-from models import inputs, loss_of, mlp
+from support.helpers import assert_moves, training
+from support.models import inputs, loss_of, mlp
 
 from infinity.engine.steps.step_state import _DAMAGE_MOVES, _STEP_MOVES, Damage, StepPhase, StepState
 from infinity.errors import UsageError

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ScriptedGauge, assert_same_states, run_micro_batches, states_of, training
-from models import Block, Chain
+from support.helpers import ScriptedGauge, assert_same_states, run_micro_batches, states_of, training
+from support.models import Block, Chain
 from torch import nn
 
 from infinity.engine.layerwise.micro_batch import MicroBatch
 from infinity.engine.memory import activation_meter, allocation_trial
-from tests.engine.test_by_layer import loss_of
+from support.micro_batches import loss_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from helpers import NVME, on_gpu, start_python, training
-from models import tiny_gpt
+from support.helpers import NVME, on_gpu, start_python, training
+from support.models import tiny_gpt
 
 import infinity
 from infinity.engine.autograd.ops import ops_of
@@ -318,8 +318,8 @@ def test_the_traces_of_all_ranks_are_in_one_file(tmp_path):
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
         import infinity
         from pathlib import Path
-        from helpers import NVME, training
-        from models import tiny_gpt
+        from support.helpers import NVME, training
+        from support.models import tiny_gpt
         from test_trace_file import run_steps
         folder = Path(sys.argv[1])
         with training(tiny_gpt, folder / "swap", trace=True, chunk_mib=1 / 64, **NVME) as (model, engine, optimizer):

@@ -1,8 +1,8 @@
 """Records that visit the device while updates run in backward: each is updated once its gradient is complete, and keeps no gradient."""
 
 import pytest
-from helpers import assert_same_states, states_of, training
-from models import gpt_step, gpt_step_by_layer, tiny_gpt, tokens
+from support.helpers import assert_same_states, states_of, training
+from support.models import gpt_step, gpt_step_by_layer, tiny_gpt, tokens
 
 import infinity
 from infinity.model.gpt import GPT

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from helpers import NVME, training
+from support.helpers import NVME, training
 from torch import nn
 
 from aio_ext import _aio

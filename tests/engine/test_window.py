@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from helpers import NVME, training
-from models import inputs, loss_of, mlp
+from support.helpers import NVME, training
+from support.models import inputs, loss_of, mlp
 
 import infinity
 from infinity.engine.steps.passes_per_step import PassesPerStep

@@ -8,9 +8,9 @@ import torch
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from test_ranks import launch  # noqa: E402
+from support.ranks import launch  # noqa: E402
+from support.trainers import engine_config, llama, rows  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
-from trainers import engine_config, llama, rows  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations.accelerate import offloaded  # noqa: E402
@@ -126,7 +126,7 @@ def test_two_ranks_train_save_and_load_as_with_ddp(tmp_path):
             import torch
             from accelerate import Accelerator
             from test_accelerate import epoch, prepared
-            from trainers import engine_config
+            from support.trainers import engine_config
             from infinity.integrations.accelerate import offloaded
 
             FOLDER = {str(folder)!r}

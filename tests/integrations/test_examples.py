@@ -1,14 +1,10 @@
 """Scripts of examples/ differ from their plain twins in at most three lines and have equal losses (fp32, to 1e-5)."""
 
 import difflib
-import runpy
-from pathlib import Path
 
 import pytest
-import torch
+from support.examples import FOLDER, SCRIPTS, check_losses
 
-FOLDER = Path(__file__).parent.parent.parent / "examples"
-SCRIPTS = sorted(path.name for path in (FOLDER / "plain").glob("*.py"))
 MOST_CHANGED = 3
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,14 +15,6 @@ def changed_lines(before, after):
     return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in blocks if kind != "equal")
 
 
-def losses(path, folder, monkeypatch):
-    """Losses of a script that runs in `folder`, as from a shell."""
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(FOLDER)
-    return runpy.run_path(str(path), run_name="__main__")["losses"]
-
-
 def test_each_script_has_a_twin():
     assert SCRIPTS and set(SCRIPTS) | {"tiny.py"} == {path.name for path in FOLDER.glob("*.py")}
 
@@ -34,16 +22,6 @@ def test_each_script_has_a_twin():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_at_most_three_lines_are_changed(name):
     assert 0 < changed_lines((FOLDER / "plain" / name).read_text(), (FOLDER / name).read_text()) <= MOST_CHANGED
-
-
-def check_losses(name, folder, monkeypatch):
-    for package in ("transformers", "accelerate", "trl", "peft", "lightning", "datasets"):
-        if package in (FOLDER / name).read_text() or package in ("transformers", "accelerate"):
-            pytest.importorskip(package)
-    expected = losses(FOLDER / "plain" / name, folder / "plain", monkeypatch)
-    found = losses(FOLDER / name, folder / "ours", monkeypatch)
-    assert len(found) > 4 and found == pytest.approx(expected, rel=1e-5)
-    assert torch.tensor(found).isfinite().all()
 
 
 @pytest.mark.few(2)

@@ -12,8 +12,8 @@ lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from models import tiny_gpt  # noqa: E402
-from test_ranks import launch  # noqa: E402
+from support.models import tiny_gpt  # noqa: E402
+from support.ranks import launch  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations.lightning import EngineFabricStrategy, EngineStrategy, LogStats  # noqa: E402

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import on_gpu
-from test_examples import FOLDER, SCRIPTS, check_losses
-from test_ranks import launch
+from support.examples import FOLDER, SCRIPTS, check_losses
+from support.helpers import on_gpu
+from support.ranks import launch
 
 ON_RANKS = ("accelerate_loop.py", "sft_lora.py", "trainer.py")  # scripts without a number of devices
 

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from trainers import engine_config, llama, rows  # noqa: E402
+from support.trainers import engine_config, llama, rows  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations.peft import merge_and_unload  # noqa: E402

@@ -9,9 +9,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from helpers import NVME, ReferenceAdamW  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from trainers import engine_config, llama, rows  # noqa: E402
+from support.helpers import NVME, ReferenceAdamW  # noqa: E402
+from support.trainers import engine_config, llama, rows  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.optim.block_codes import CODES  # noqa: E402

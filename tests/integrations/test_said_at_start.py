@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning")
 
-from trainers import arguments, engine_config, llama, rows  # noqa: E402
+from support.trainers import arguments, engine_config, llama, rows  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations import accelerate as by_accelerate  # noqa: E402

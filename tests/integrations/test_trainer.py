@@ -8,8 +8,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from test_ranks import launch  # noqa: E402
-from trainers import arguments, assert_equal_lines, engine_config, llama, logged, rows  # noqa: E402
+from support.ranks import launch  # noqa: E402
+from support.trainers import arguments, assert_equal_lines, engine_config, llama, logged, rows  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations.optimizers import counterpart  # noqa: E402
@@ -160,7 +160,7 @@ def on_two_ranks(folder, kind, steps, resume):
     source = f"""
         import json
         import torch
-        from trainers import arguments, engine_config, llama, logged, rows
+        from support.trainers import arguments, engine_config, llama, logged, rows
         from transformers import Trainer
         from infinity.integrations.transformers import offloaded
 

@@ -8,7 +8,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
 
-from trainers import arguments, assert_equal_lines, engine_config, llama, logged, tokenizer, words  # noqa: E402
+from support.trainers import arguments, assert_equal_lines, engine_config, llama, logged, tokenizer, words  # noqa: E402
 
 import infinity  # noqa: E402
 from infinity.integrations.transformers import offloaded  # noqa: E402

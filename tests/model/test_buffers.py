@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import NVME
+from support.helpers import NVME
 from torch import nn
 
 import infinity

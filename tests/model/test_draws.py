@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same_bits, on_gpu
+from support.helpers import assert_same_bits, on_gpu
 from torch import nn
 
 from infinity.model import _mt19937

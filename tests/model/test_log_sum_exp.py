@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from support.helpers import assert_same_bits
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

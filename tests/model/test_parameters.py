@@ -8,13 +8,14 @@ import contextlib
 import copy
 import re
 
-import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, ReferenceAdamW, assert_equals_reference, assert_same_bits, plain, training
-from models import TRAITS, H, Model, inputs, loss_of, mlp, tied_module
-from test_ranks import World
+from support import helpers
+from support.helpers import NVME, ReferenceAdamW, assert_equals_reference, assert_same_bits, plain, training
+from support.models import TRAITS, H, Model, inputs, loss_of, mlp, tied_module
+from support.parameters import PLACES, assert_alike
+from support.ranks import World
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.utils import checkpoint as checkpointing
@@ -26,12 +27,6 @@ from infinity.model.parameters import owner_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST = "the least"  # the least sufficient device memory
-PLACES = {
-    "device": {"param_tier": "device", "optimizer_state_tier": "device", "residency": "auto", "device_memory": "auto"},
-    "host": {"param_tier": "host", "optimizer_state_tier": "host", "residency": "auto", "device_memory": "auto"},
-    "nvme": NVME | {"device_memory": "auto"},
-    "tight": NVME | {"device_memory": "8KiB"},
-}
 
 
 def output_loss(model, step):
@@ -64,25 +59,6 @@ def train_both(make, directory, *, steps=4, edit=None, loss=output_loss, device_
             assert_same_bits(losses[1], losses[0], f"loss of step {step}")
             helpers.assert_nothing_held(engine)
         assert_alike(engine, model, reference_model, reference)
-
-
-def assert_alike(engine, model, reference_model, reference):
-    """Compare states, buffers, and parameters outside the engine with their gradients."""
-    theirs = dict(reference_model.named_parameters())
-    assert [name for name, _ in model.named_parameters()] == list(theirs)
-    for name, param in model.named_parameters():
-        if engine.registry.find(param) is None:
-            assert torch.equal(param, theirs[name]), name
-            assert (param.grad is None) == (theirs[name].grad is None), name
-            assert param.grad is None or torch.equal(param.grad, theirs[name].grad), name
-        else:
-            only = nn.Module()
-            only.param = param
-            other = nn.Module()
-            other.param = theirs[name]
-            assert_equals_reference(engine, only, other, reference)
-    for (name, buffer), expected in zip(model.named_buffers(), reference_model.buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
 
 
 # Kinds of parameters and buffers

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from helpers import plain
-from models import H, Model
+from support.helpers import plain
+from support.models import H, Model
 from torch import nn
 
 import infinity

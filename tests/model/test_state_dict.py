@@ -4,11 +4,11 @@ import contextlib
 import copy
 import io
 
-import helpers
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_same_bits, plain, split, training
-from models import H, inputs, loss_of, mlp, tied_module
+from support import helpers
+from support.helpers import NVME, assert_equals_reference, assert_same_bits, plain, split, training
+from support.models import H, inputs, loss_of, mlp, tied_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -10,9 +10,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, assert_nothing_held, least_device_memory, on_gpu, training
-from models import Model
-from test_ranks import ranks, worlds  # noqa: F401, which sees no use of a fixture
+from support.helpers import NVME, assert_nothing_held, least_device_memory, on_gpu, training
+from support.models import Model
+from support.ranks import ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

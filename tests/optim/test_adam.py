@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers import on_gpu, run_interpreted
+from support.helpers import on_gpu, run_interpreted
 
 from infinity.optim import _adam
 from infinity.optim.adam import (

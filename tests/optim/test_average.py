@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import NVME, assert_same_bits, assert_same_states, split, states_of, training
+from support.helpers import NVME, assert_same_bits, assert_same_states, split, states_of, training
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_of, training
-from models import gpt_step, tiny_gpt
-from test_muon import DEVICE, HOST, load_dcp, resumed
-
+from support.helpers import NVME, assert_same_bits, assert_same_states, on_gpu, states_of, training
+from support.models import gpt_step, tiny_gpt
+from support.muon import DEVICE, HOST, load_dcp, resumed
 from torch import nn
 
 import infinity

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
+from support.helpers import NVME, assert_same_states, states_of, training
 from torch import nn
 
 import infinity

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import NVME, assert_same_bits, assert_same_states, on_gpu, run_interpreted, states_of, training
-from test_ranks import worlds  # noqa: F401: a fixture
+from support.helpers import NVME, assert_same_bits, assert_same_states, on_gpu, run_interpreted, states_of, training
 from torch import nn
 
 import infinity
@@ -191,7 +190,7 @@ def saved_or_loaded(folder, path, name, seed, chunk_mib):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saved_on, loaded_on", [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("name", CODES)
-def test_a_quantised_base_resumes_on_other_ranks(worlds, name, saved_on, loaded_on, tmp_path):  # noqa: F811
+def test_a_quantised_base_resumes_on_other_ranks(worlds, name, saved_on, loaded_on, tmp_path):
     def on(size, *arguments):
         return worlds(size).run(saved_or_loaded, *arguments) if size > 1 else [saved_or_loaded(*arguments)]
 

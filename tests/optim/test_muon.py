@@ -6,19 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import NVME, ReferenceAdamW, assert_same_bits, assert_same_states, on_gpu, run_micro_batches, states_of, training
-from models import gpt_step, tiny_gpt, tokens
-from test_ranks import gpt as ranks_gpt
-from test_ranks import settings as ranks_settings
-from test_ranks import states_of as bytes_of
-from test_ranks import tokens as ranks_tokens
-from test_ranks import worlds  # noqa: F401: a fixture
+from support.helpers import NVME, ReferenceAdamW, assert_same_bits, assert_same_states, on_gpu, run_micro_batches, states_of, training
+from support.models import gpt_step, tiny_gpt, tokens
+from support.muon import DEVICE, HOST, OPTIONS, halves, load_dcp, resumed
+from support.ranks import gpt as ranks_gpt
+from support.ranks import settings as ranks_settings
+from support.ranks import states_of as bytes_of
+from support.ranks import tokens as ranks_tokens
 from torch import nn
 from torch.nn import functional as F
 
 import infinity
 from infinity.formats.format import Format
-from infinity.model.hidden_matrices import hidden_matrices
 from infinity.optim.adam import split_master
 from infinity.optim.muon import NS_COEFFICIENTS, MuonRule, orthogonalized
 from infinity.optim.shard import Shard
@@ -28,19 +27,9 @@ from infinity.tiers.unit_updates import Unit, UnitUpdates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HOST = {"param_tier": "host", "optimizer_state_tier": "host"}
-DEVICE = {"param_tier": "device", "optimizer_state_tier": "device"}
-OPTIONS = {"lr": 0.02, "adamw": {"lr": 3e-3}}
-
 
 def ours(matrix):
     return orthogonalized(matrix, NS_COEFFICIENTS, num_steps=5, eps=1e-7)
-
-
-def halves(model):
-    """The matrices of hidden layers, and all other parameters."""
-    matrices = hidden_matrices(model)
-    return matrices, [param for param in model.parameters() if all(param is not other for other in matrices)]
 
 
 class Both:
@@ -303,20 +292,6 @@ def test_by_layer_equals_the_loop(tmp_path):
 
 
 # ---- checkpoints ----
-
-
-def resumed(directory, checkpoint, load, **config):
-    """The states after two more steps from a checkpoint. config: also of `training`."""
-    how = {"optimizer": infinity.Muon, "options": OPTIONS} | config
-    with training(tiny_gpt, directory, seed=1, **how) as (model, engine, optimizer):
-        load(checkpoint, model, optimizer)
-        for step in (2, 3):
-            gpt_step(model, optimizer, step)
-        return states_of(engine, model)
-
-
-def load_dcp(checkpoint, model, optimizer):
-    infinity.load_dcp(checkpoint, model, optimizer, trust_pickle=True)
 
 
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path):

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, states_of, training
-from models import inputs, loss_of, mlp
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import inputs, loss_of, mlp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

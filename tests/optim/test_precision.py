@@ -4,12 +4,12 @@ import contextlib
 import math
 import types
 
-import helpers
 import pytest
 import torch
 import torch.utils.checkpoint
-from helpers import NVME, assert_same_states, states_of, training
-from models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
+from support import helpers
+from support.helpers import NVME, assert_same_states, states_of, training
+from support.models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
 from torch import nn
 
 import infinity
@@ -304,7 +304,7 @@ def test_the_variance_in_bf16_stays_unbiased_over_many_steps(steps, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("compression, expected", [("off", 8.0), ("auto", 4 + 4 / 3)])
 def test_bf16_moments_write_8_bytes_a_parameter_or_a_third_less_late(compression, expected, tmp_path):
-    from test_engine import traffic, traffic_gpt
+    from support.traffic import traffic, traffic_gpt
 
     read, written, _ = traffic(traffic_gpt, tmp_path, update="backward", optimizer_state_dtype="bf16", compression=compression)
     assert read == pytest.approx(10.0, rel=0.03)

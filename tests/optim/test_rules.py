@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import NVME, assert_same_bits, training
-from models import gpt_step, tiny_gpt
+from support.helpers import NVME, assert_same_bits, training
+from support.models import gpt_step, tiny_gpt
 
 import infinity
 from infinity.formats.format import Format

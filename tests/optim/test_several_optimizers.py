@@ -7,19 +7,19 @@ import contextlib
 
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, on_gpu, plain, states_of
-from models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
-from test_muon import DEVICE, HOST, halves
-from test_ranks import gpt as ranks_gpt
-from test_ranks import settings as ranks_settings
-from test_ranks import states_of as bytes_of
-from test_ranks import tokens as ranks_tokens
-from test_ranks import worlds  # noqa: F401: a fixture
+from support.helpers import NVME, assert_equals_reference, assert_nothing_held, assert_same_states, on_gpu, plain, states_of
+from support.models import gpt_step, inputs, loss_of, mlp, tiny_gpt, tokens
+from support.muon import DEVICE, HOST, halves
+from support.ranks import gpt as ranks_gpt
+from support.ranks import settings as ranks_settings
+from support.ranks import states_of as bytes_of
+from support.ranks import tokens as ranks_tokens
 
 import infinity
 from infinity.errors import CheckpointError, ConfigError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Both:
     """Two optimizers, each with step() and zero_grad(), called one after the other."""

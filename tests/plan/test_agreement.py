@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from helpers import place
-from test_schedule import random_case
+from support.helpers import place
+from support.traces import random_case
 from torch import nn
 
 from infinity.config import Config

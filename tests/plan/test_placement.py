@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from helpers import arranged, place
+from support.helpers import arranged, place
 from torch import nn
 
 import infinity

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import NVME, training
+from support.helpers import NVME, training
 
 import infinity
 from infinity.errors import SwapError

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import on_gpu
+from support.helpers import on_gpu
 
 from infinity.errors import BudgetError, UsageError
 from infinity.system import arena as arena_module

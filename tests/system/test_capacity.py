@@ -3,7 +3,7 @@
 import psutil
 import pytest
 import torch
-from helpers import run_python
+from support.helpers import run_python
 
 from infinity.system import capacity
 

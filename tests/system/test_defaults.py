@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from helpers import assert_same_states, states_of, training
-from models import tiny_gpt, tokens
+from support.helpers import assert_same_states, states_of, training
+from support.models import tiny_gpt, tokens
 
 import infinity
 from infinity import load_dcp

@@ -9,7 +9,7 @@ import time
 import warnings
 
 import pytest
-from helpers import everything_in, memory, slow_down
+from support.helpers import everything_in, memory, slow_down
 
 import aio_ext
 from aio_ext import _aio

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from helpers import NVME, run_python
-from test_faults import our_threads
+from support.faults import our_threads
+from support.helpers import NVME, run_python
 from torch import nn
 
 import infinity

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import without_gloo
+from support.helpers import without_gloo
 
 from infinity.system import failure_watch as watch
 

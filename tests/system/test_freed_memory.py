@@ -1,7 +1,7 @@
 """Freed memory goes back to the system: a training process stays within the budgets."""
 
 import pytest
-from helpers import run_python
+from support.helpers import run_python
 
 from infinity.system import freed_memory
 from infinity.system.freed_memory import LEAST_NBYTES, LOOK_NBYTES, MOST_NBYTES, Freed

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 import torch
-from helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
-from models import checkpointed, inputs, loss_of, mlp
+from support.helpers import NVME, assert_equals_reference, assert_nothing_held, plain, training
+from support.models import checkpointed, inputs, loss_of, mlp
 
 SETTINGS = {
     "nvme": NVME | {"update": "deferred"},

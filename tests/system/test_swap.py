@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import everything_in, memory, run_python, start_python
+from support.helpers import everything_in, memory, run_python, start_python
 
 import aio_ext
 from aio_ext import _aio

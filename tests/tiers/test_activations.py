@@ -15,12 +15,12 @@ import threading
 import time
 
 import pytest
-import test_ranks
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, assert_same_states, everything_in, states_of, training
-from models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
-from test_faults import assert_says_what_failed, no_hang, nothing_left, our_threads
+from support import ranks
+from support.faults import assert_says_what_failed, no_hang, nothing_left, our_threads
+from support.helpers import assert_same_bits, assert_same_states, everything_in, states_of, training
+from support.models import TRAITS, H, Model, gpt_step, inputs, loss_of, mlp, tiny_gpt
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -642,8 +642,6 @@ def jitter(seed, most=0.002):
     return lambda: time.sleep(chance.random() * most)  # a random delay, no synchronisation
 
 
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "budget, to_nvme, on_demand",
@@ -1040,26 +1038,26 @@ def train_on_a_rank(folder, place):
     """Trains one rank. Module-level, because another process runs the function by name."""
     module.MIN_NBYTES = 1
     torch.manual_seed(0)
-    with infinity.init(test_ranks.settings(folder, activation_tier=place, **test_ranks.ON_NVME)):
-        model = test_ranks.gpt()
+    with infinity.init(ranks.settings(folder, activation_tier=place, **ranks.ON_NVME)):
+        model = ranks.gpt()
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     with infinity.engine_of(model) as engine:
         tighten(engine, 32)
         losses = []
         for step in range(3):
-            loss = model(*map(test_ranks.share, test_ranks.tokens(step, 0)))
+            loss = model(*map(ranks.share, ranks.tokens(step, 0)))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         stats = engine.stats()["activation_offload"]
         files = sorted(path.name for path in folder.glob("*/*.swap"))
-        return losses, test_ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
+        return losses, ranks.states_of(engine, model), stats and stats["nvme_nbytes"], files
 
 
 @pytest.mark.long
 def test_two_ranks_with_their_own_files_train_with_the_same_bits(tmp_path):
-    world = test_ranks.World(2, tmp_path)
+    world = ranks.World(2, tmp_path)
     folder = tmp_path / "swap"
     folder.mkdir()
     try:

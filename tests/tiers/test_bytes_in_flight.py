@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from helpers import training
-from models import tiny_gpt, tokens
+from support.helpers import training
+from support.models import tiny_gpt, tokens
 
 import infinity
 from infinity.tiers.bytes_in_flight import BytesInFlight

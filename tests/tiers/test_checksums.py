@@ -12,8 +12,8 @@ import threading
 
 import pytest
 import torch
-from helpers import NVME, assert_same_states, everything_in, least_host_memory, memory, run_python, states_of, training
-from test_faults import chain_step, no_hang, shared_chain
+from support.faults import chain_step, no_hang, shared_chain
+from support.helpers import NVME, assert_same_states, everything_in, least_host_memory, memory, run_python, states_of, training
 from torch import nn
 
 import aio_ext

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers import NVME, OnDrive, arranged, assert_same_states, memory, states_of, training
+from support.helpers import NVME, OnDrive, arranged, assert_same_states, memory, states_of, training
 from torch import nn
 
 import infinity

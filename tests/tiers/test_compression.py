@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import NVME, OnDrive, arranged, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
+from support.helpers import NVME, OnDrive, arranged, assert_same_states, least_host_memory, memory, on_gpu, states_of, training
 from torch import nn
 
 import infinity

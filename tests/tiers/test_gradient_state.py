@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from helpers import assert_moves, training
-from models import inputs, mlp
+from support.helpers import assert_moves, training
+from support.models import inputs, mlp
 
 from infinity.tiers.gradient_state import _GRADIENT_MOVES, DeviceShard, GradientPlace, GradientState
 

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import NVME, training
+from support.helpers import NVME, training
 from torch import nn
 
 from infinity.plan import placement as planner

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from helpers import NVME, OnDrive, ScriptedGauge, arranged, assert_same_bits, assert_same_states, memory, states_of, training
+from support.helpers import NVME, OnDrive, ScriptedGauge, arranged, assert_same_bits, assert_same_states, memory, states_of, training
 from torch import nn
 
 import infinity

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from helpers import assert_moves, training
-from models import inputs, mlp
+from support.helpers import assert_moves, training
+from support.models import inputs, mlp
 
 from infinity.tiers.update_state import _UPDATE_MOVES, UpdateStage, UpdateState
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from helpers import NVME, training
+from support.helpers import NVME, training
 from torch import nn
 
 from infinity.plan.record import WEIGHTS

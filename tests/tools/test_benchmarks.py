@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from helpers import everything_in, start_python, without_gloo
+from support.helpers import everything_in, start_python, without_gloo
 
 from infinity.tools.cli import main
 from infinity.tools.measure import benchmarks, probes

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import everything_in, start_python
+from support.helpers import everything_in, start_python
 
 import infinity
 from aio_ext import _aio

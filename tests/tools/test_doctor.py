@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import everything_in, slow_down, start_python
+from support.helpers import everything_in, slow_down, start_python
 
 from infinity.system.arena import Arena
 from infinity.system.capacity import cgroup_folders

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import memory
+from support.helpers import memory
 
 from infinity.errors import ConfigError, SwapError
 from infinity.plan.record import WEIGHTS

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from helpers import everything_in, on_gpu, start_python, without_gloo
+from support.helpers import everything_in, on_gpu, start_python, without_gloo
 
 from infinity.errors import ConfigError, SwapError
 from infinity.system import drives

@@ -51,7 +51,7 @@ def everything_in(*paths):
 def start_python(source, *arguments, variables=None, **options):
     """A process that runs the source, with pipes for stdout and stderr. The package and the tests are on PYTHONPATH. variables: more of the
     environment."""
-    environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])}
+    environment = {**os.environ, **(variables or {}), "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
     command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, **pipes, **options)

@@ -1,7 +1,7 @@
-"""Counts calls between packages while a six-layer GPT with all state on NVMe runs one scene: `python tests/house_calls.py`.
+"""Counts calls between packages while a six-layer GPT with all state on NVMe runs one scene.
 
-Prints, for each scene, the kinds of calls that go up: from a package to a higher one (FLOORS in test_house.py). Prints the
-functions of calls that no kind covers, the deepest call and the deepest fetch.
+`PYTHONPATH=tests python -m support.house_calls` prints, for each scene, the kinds of calls that go up: from a package to a higher one
+(FLOORS in house.py). Prints the functions of calls that no kind covers, the deepest call and the deepest fetch.
 
 The caller is the nearest frame, without frames of contextlib, functools and `uninterrupted`, which pass calls on. Calls from outside of the
 package do not count, such as torch's calls of hooks or of `__torch_function__`. The deepest call is the longest run of frames of the
@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 
 import torch
-from test_house import EXCEPTIONS, FLOOR, PACKAGE, room
+from support.house import EXCEPTIONS, FLOOR, PACKAGE, room
 
 import aio_ext
 import infinity

@@ -1,4 +1,4 @@
-"""Measures how plain the project's English is: `python tests/prose.py [FILES]`.
+"""Measures how plain the project's English is: `python tests/support/prose.py [FILES]`.
 
 Knows comments, docstrings and Markdown. Must not know the project's modules: the script imports none of them.
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LONGEST = 30  # words in a sentence
 INDENT = 4  # columns: a line indented this much more than the paragraph is an example or a drawing
 

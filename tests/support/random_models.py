@@ -4,7 +4,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from models import Block
+from support.models import Block
 from torch import nn
 
 from infinity.model.recompute import checkpoint
