@@ -27,7 +27,12 @@ PIP := $(PY) -m pip --disable-pip-version-check
 C_SOURCES := $(wildcard infinity/*/*.c infinity/*/*.h aio_ext/*.c aio_ext/*.h)
 C_TESTS := $(wildcard tests/aio/*.py tests/optim/test_adam*.py) tests/tiers/test_compression.py
 
-.PHONY: train test test-long test-torch test-gpu docs bench sanitize sanitize-thread wheels build clean
+# Within a minute on two cores: plans, kernels, formats, threads, the structure.
+FAST := plan optim/test_adam.py optim/test_rules.py simulation/test_device.py simulation/test_threads.py system/test_lanes.py \
+  system/test_arena.py system/test_path_rates.py tiers/test_compressed_extents.py tiers/test_records.py tiers/test_update_state.py \
+  tiers/test_storage.py tiers/test_bytes_in_flight.py engine/test_deferred.py engine/test_step_state.py test_config.py test_must_not_know.py
+
+.PHONY: train test test-fast test-slow test-long test-torch test-gpu docs bench sanitize sanitize-thread wheels build clean
 .DELETE_ON_ERROR:
 
 # Every state lives in ./infinity-swap: ten times the device budget, four times the host budget.
@@ -37,10 +42,17 @@ train: build
 test: build
 	$(PY) -m pytest -n $(JOBS) $(TESTS)
 
+test-fast: build
+	$(PY) -m pytest -n $(JOBS) $(addprefix tests/,$(FAST)) $(TESTS)
+
+# What `test` leaves out and is not long: a quarter of an hour on two cores.
+test-slow: build
+	$(PY) -m pytest -n $(JOBS) -m "slow and not long" $(TESTS)
+
 # Each part fits an hour on two cores; what it found is written to tests/LONG.md, a line a part, with date and commit.
 test-long: build
 	status=0; for part in $(if $(PART),$(PART),$(foreach part,$(PARTS),$(part)/$(lastword $(PARTS)))); do \
-	  $(PY) -m pytest -n $(JOBS) -m long --part $$part --record tests/LONG.md $(TESTS) || status=$$?; done; exit $$status
+	  $(PY) -m pytest -n $(JOBS) -m "long or slow" --part $$part --record tests/LONG.md $(TESTS) || status=$$?; done; exit $$status
 
 # The quick tests on the oldest PyTorch that is served and on the newest that pip brings, each in an environment of its own.
 test-torch:

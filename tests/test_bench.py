@@ -115,6 +115,7 @@ def test_losses_that_are_nan_never_agree(bench):
     assert [common.agree(options, worst) for worst in (0.02, 0.021, nan)] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_overhead_ends_with_status_1_if_losses_differ_too_much(bench, monkeypatch, tmp_path, one_thread):
     path = tmp_path / "found.json"
     options = ["--heads", "1", "--steps", "3", "--update", "deferred", "--json", str(path), "--tolerance"]
@@ -186,6 +187,7 @@ def test_a_pipeline_without_lookahead_prefetches_nothing(bench, monkeypatch, tmp
         assert [len(block) for way in ("ahead", "on demand") for block in each["seconds"][way]] == [1, 1]
 
 
+@pytest.mark.slow
 def test_shapes_of_finetune_have_the_right_parameters_and_flops(bench):
     pytest.importorskip("transformers")
     module = bench("_shapes")

@@ -275,6 +275,7 @@ def random_config(draw, directories):
             continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["infinity.toml", "any.json"])
 def test_a_written_configuration_is_loaded_unchanged(tmp_path, name):
     directories = [tmp_path / text for text in ("a", "b c", "ü", '"\\#')]

@@ -262,6 +262,7 @@ def test_every_key_is_in_exactly_one_list(source):
     assert sorted(key for name in LISTS for key in getattr(conversion, name)) == sorted(keys_of(source))
 
 
+@pytest.mark.slow
 def test_every_key_of_any_configuration_is_in_exactly_one_list():
     draw = random.Random(0)
     names = "stage enabled device nvme_path params params.lr type betas check_grad_overflow zzz x.y.z loss_scale".split()

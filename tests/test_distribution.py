@@ -68,6 +68,7 @@ def installed(wheel):
     return site
 
 
+@pytest.mark.slow
 def test_the_sources_are_the_whole_checkout(sources):
     found = {str(path.relative_to(sources)) for path in sources.rglob("*") if path.is_file()}
     assert checked_out() - found == NOT_GIVEN_OUT
@@ -154,6 +155,7 @@ def served():
         yield serve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nvidia, answers, said, index",
     [

@@ -51,6 +51,7 @@ def named(page):
     return str(page.relative_to(ROOT))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.language in ("python", "sh") for block in blocks_of(page))], ids=named)
 def test_the_code_of_a_page_runs(page, forks, tmp_path):
     if page.name in NEEDS:

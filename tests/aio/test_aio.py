@@ -71,6 +71,7 @@ def plug(queue, fd, seconds=0.3):
 # ---- bytes ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_nbytes, inflight_nbytes, depth", [(4096, 1, 1), (4096, 64 << 10, 64), (1 << 20, 8 << 20, 64)])
 def test_aligned_sizes_arrive_on_a_direct_file(direct, block_nbytes, inflight_nbytes, depth):
     fd, _ = direct()
@@ -372,6 +373,7 @@ def test_a_full_filesystem_is_an_error(tmp_path):
 # ---- refusals of the kernel ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EINTR, 0, 1], ids=["EAGAIN", "EINTR", "nothing", "partial"])
 def test_a_thousand_refused_submits_lose_nothing(direct, result):
@@ -502,6 +504,7 @@ def aligned_copy(data):
     return pages
 
 
+@pytest.mark.slow
 def test_bytes_survive_a_storm_of_signals(direct):
     signal_storm(lambda n: (lambda fd, data: (fd, aligned_copy(data)))(*direct(n)), 500)
 

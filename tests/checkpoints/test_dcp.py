@@ -199,6 +199,7 @@ def test_boxes_are_in_order_few_and_make_up_the_interval():
 # ---- save_dcp ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config, dtype",
@@ -262,6 +263,7 @@ def test_names_sizes_and_dtypes_are_those_of_dcp(tmp_path, ours, torchs, options
     assert got.planner_data == expected.planner_data
 
 
+@pytest.mark.slow
 def test_lion_momentum_is_saved_as_exp_avg_and_loaded(tmp_path):
     with trained(tmp_path / "a", optimizer=infinity.Lion) as (model, engine, optimizer):
         save_dcp(tmp_path / "saved", model, optimizer)
@@ -274,6 +276,7 @@ def test_lion_momentum_is_saved_as_exp_avg_and_loaded(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
+@pytest.mark.slow
 def test_dcp_loads_after_a_state_dict_was_loaded(tmp_path):
     """torch.optim adds keys to an optimizer's defaults in load_state_dict."""
     with trained(tmp_path) as (model, engine, optimizer):
@@ -287,6 +290,7 @@ def test_dcp_loads_after_a_state_dict_was_loaded(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
@@ -304,6 +308,7 @@ def test_without_an_optimizer_only_the_model_is_written(tmp_path, dtype):
             assert state.get("step", 0) == 0 and not state.get("exp_avg", torch.zeros(1)).any()
 
 
+@pytest.mark.slow
 def test_bf16_moments_are_saved_in_fp32_and_loaded_with_the_same_bits(tmp_path):
     with trained(tmp_path / "a", dtype="bf16", optimizer_state_dtype="bf16") as (model, engine, optimizer):
         save_dcp(tmp_path / "saved", model, optimizer)
@@ -314,6 +319,7 @@ def test_bf16_moments_are_saved_in_fp32_and_loaded_with_the_same_bits(tmp_path):
         assert_same(engine_states(engine, model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "from_tiles, to_tiles",
     [pytest.param(True, False, marks=pytest.mark.long), pytest.param(False, True, marks=pytest.mark.long), (True, True)],
@@ -476,6 +482,7 @@ def test_engines_of_one_and_two_ranks_load_a_checkpoint_of_fsdp2(tmp_path, world
         torch.testing.assert_close(torch.as_tensor(at_once), output, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [pytest.param({}, marks=pytest.mark.long), NVME, pytest.param({"dtype": "bf16"}, marks=pytest.mark.long)],

@@ -79,6 +79,7 @@ COLLIDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["$dict", "$counter"])
 @pytest.mark.parametrize("keys", COLLIDING)
@@ -136,6 +137,7 @@ def filled(filling, nbytes):
 PLACES = ["extra", "scheduler", "optimizer", "model", "rng", "parameters", "aliases", "chunks", "files", "tensors", "moments", "step", "unknown"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("place, filling", [(place, filling) for place in PLACES for filling in FILLINGS][:: 2 * len(FILLINGS) - 1])
 def test_a_manifest_of_8_mib_is_refused_in_a_second_and_64_mib(place, filling, saved):
@@ -194,6 +196,7 @@ def test_a_manifest_of_many_valid_entries_is_refused_within_bounds(saved, key, e
     assert str(target) in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [20_000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_a_manifest_of_100_000_parameters_is_read_and_written_unchanged(num):
     world, format = 8, "bf16"
@@ -344,6 +347,7 @@ def fuzzed(content, chance):
     return signed(mutated(content if chance.random() < 0.3 else content | {"rng": []}, chance))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_manifests", [150, pytest.param(20_000, marks=pytest.mark.long)])
 def test_fuzzed_generators_collisions_and_nesting_crash_nothing(saved, num_manifests):
     run, target, content = saved

@@ -131,6 +131,7 @@ def test_three_steps_and_three_resumed_steps_have_the_losses_of_six(capsys, opti
     assert (first, second) == (whole[:3], whole[3:])
 
 
+@pytest.mark.slow
 def test_saving_does_not_change_the_losses():
     assert train("--save", "saved", "--save-every", "1", steps=6) == uninterrupted(6)
 
@@ -428,6 +429,7 @@ def test_a_run_killed_at_any_moment_resumes_with_the_same_losses(num_kills):
         assert names(saved)[-1:] == [f"step-{step + 3:08d}"] and len(names(saved)) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_signals", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_sigterm_ends_a_run_after_a_whole_step(num_signals):
     for number in range(num_signals):

@@ -200,6 +200,7 @@ PLACED_SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("config", sample(PLACED, PLACED_SAMPLE))
 def test_a_resumed_run_equals_the_uninterrupted_run_in_every_placement(config, tmp_path):
@@ -360,6 +361,7 @@ MODELS_SAMPLE = ["tied_module", "max_norm", "extra_state", "partly_frozen", "sma
 ODD_CONFIGS = {"nvme": NVME, "device-bf16": ON_DEVICE | {"dtype": "bf16"}, "auto-bf16-backward": {"dtype": "bf16", "update": "backward"}}
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "model, config",
@@ -384,6 +386,7 @@ def test_unusual_models_resume_with_the_same_bits(model, config, tmp_path):
     assert_resumes(Case(make=model, train=train, config=config), tmp_path)
 
 
+@pytest.mark.slow
 def test_the_seed_of_rounding_survives_two_resumptions(tmp_path):
     """Resumed runs use the seed of the first run, not the seed of their own configuration."""
 
@@ -416,6 +419,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", sample(ELSEWHERE, ["from-device"]))
 def test_a_run_resumes_in_another_placement(change, tmp_path):
     before, after = change
@@ -537,6 +541,7 @@ TIGHT = [{**places, "residency": "none", "update": update} for places in PLACES 
 TIGHT_SAMPLE = [str(NVME | {"residency": "none", "update": "deferred"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=LONG)])
 @pytest.mark.parametrize("delay", ["write", *(pytest.param(lane, marks=LONG) for lane in ("lanes", "read", "update"))])
 @pytest.mark.parametrize("config", sample(TIGHT, TIGHT_SAMPLE))
@@ -671,6 +676,7 @@ ON_NVME_SAMPLE = (evaluate, load_zeros, save_again, fail_in_backward)
 ON_DEVICE_SAMPLE = (write_gathered, write_in_forward, load_zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("delay", ["write", pytest.param("lanes", marks=LONG), pytest.param("read", marks=LONG)])
 @pytest.mark.parametrize(
@@ -694,6 +700,7 @@ def test_a_checkpoint_has_the_states_of_the_call_after_any_other_call(then, wher
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
 
 
+@pytest.mark.slow
 def test_an_overflow_right_after_a_save_does_not_change_the_checkpoint(tmp_path):
     options = {"loss_scale": LossScale(initial=1024.0, interval=2)}
     config = NVME | {"dtype": "fp16", "options": options}
@@ -710,6 +717,7 @@ def test_an_overflow_right_after_a_save_does_not_change_the_checkpoint(tmp_path)
     assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **config), at_call)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("where", ["nvme", "device"])
@@ -734,6 +742,7 @@ def test_an_exception_that_ends_the_engine_keeps_the_last_checkpoint(where, wait
     assert our_threads() <= before
 
 
+@pytest.mark.slow
 def test_a_normal_exit_of_the_engine_finishes_the_checkpoint(tmp_path):
     at_call = expected_states(deep, tmp_path, 1, **NVME)
     for end in (lambda: None, lambda: exec("raise SystemExit(0)")):
@@ -745,6 +754,7 @@ def test_a_normal_exit_of_the_engine_finishes_the_checkpoint(tmp_path):
         assert_alike(loaded_states(tmp_path / "checkpoint", deep, tmp_path, **NVME), at_call)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("wait", [True, False])
@@ -902,6 +912,7 @@ def descriptors_after_failures(folder, how):
         return found, texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", pytest.param("save elsewhere", marks=LONG), pytest.param("load elsewhere", marks=LONG)])
 def test_a_failure_on_one_rank_fails_all_ranks_and_leaks_nothing(worlds, how, tmp_path):
     for found, texts in worlds(2).run(descriptors_after_failures, tmp_path, how):
@@ -943,6 +954,7 @@ TILING_PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=LONG)])
 @pytest.mark.parametrize("tie", [False, True])
@@ -966,6 +978,7 @@ def test_tiles_are_loaded_into_other_tiles(above, later, tie, dtype, tmp_path):
         assert_alike(got[key], expected[key], key)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("above, later", TILING_PAIRS + [pytest.param(None, None, id="plain")])
 def test_a_tied_layer_is_loaded_under_its_other_name(above, later, tmp_path):
@@ -1006,6 +1019,7 @@ def test_a_parameter_with_three_names_is_loaded_under_any_of_them(order, tmp_pat
 # ---- linked files ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", PLACES[::4], ids=str)
 def test_only_files_of_frozen_records_are_linked(places, tmp_path):
@@ -1418,6 +1432,7 @@ def test_a_failed_load_stops_training_until_another_load_succeeds(tmp_path):
         train_deep(model, optimizer, 1)
 
 
+@pytest.mark.slow
 def test_load_without_an_optimizer_resets_the_moments(tmp_path):
     for dtype in ("bf16", "fp16"):
         folder = tmp_path / dtype
@@ -1543,6 +1558,7 @@ def left():
     return len(os.listdir("/proc/self/fd")), len(our_threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [pytest.param(True, marks=LONG), False])
 def test_saves_and_loads_leave_no_open_files_and_no_threads(wait, tmp_path):
     def attempt(path, **options):
@@ -1694,6 +1710,7 @@ class Unknown:
 Pair = collections.namedtuple("Pair", "a b")
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     "value, where",

@@ -98,6 +98,7 @@ def saves_until_killed(say, folder, targets, wait, config):
                 say(("finished", run.step, None))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_targets, wait", [(1, True), (2, False)], ids=["into one", "into two by turns, while training goes on"])
 @pytest.mark.parametrize("moments", [3, pytest.param(25, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.long)])
@@ -159,6 +160,7 @@ def saves_and_is_killed(say, folder, target, position):
                 say(("calls", calls.names, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, pytest.param(1, marks=pytest.mark.long)], ids=["before", "after"])
 def test_a_checkpoint_is_old_or_new_after_a_kill_at_every_call(tmp_path, nursery, digests, after, request):
     if not after and os.path.ismount("/dev/shm"):  # a kill leaves the same files on every filesystem
@@ -330,6 +332,7 @@ def eio_after_the_rename(position):
     return meet
 
 
+@pytest.mark.slow
 def test_a_rename_without_fsync_is_an_error_on_all_ranks_and_loads(tmp_path, nursery, digests_of_two):
     step, (said, _), (others, _) = two_ranks_save(nursery, tmp_path, digests_of_two, 0, 0, eio_after_the_rename)
     assert step in (1, 2) and said[-1][0] == others[-1][0] == "failed", (said, others)
@@ -402,6 +405,7 @@ def test_each_failed_call_ends_the_checkpoint_and_is_not_repeated(run, tmp_path,
     print(f"{name}: {len(met)} times: {met}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code, times", [pytest.param("EIO", 1, marks=pytest.mark.long), ("ENOSPC", -1)])
 def test_each_failed_write_ends_the_checkpoint(run, tmp_path, code, times):
     target, nth = tmp_path / "target", 0
@@ -426,6 +430,7 @@ def test_each_failed_write_ends_the_checkpoint(run, tmp_path, code, times):
     assert nth == 8 and on_disk(target) == (run.step, run.digest())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [512, *(pytest.param(missing, marks=pytest.mark.long) for missing in (4096, 0.5, 0.0))])
 def test_each_short_write_is_completed_or_ends_the_checkpoint(run, tmp_path, missing):
     target = tmp_path / "target"
@@ -495,6 +500,7 @@ def fills_a_volume(say, folder, mount):
     say(("held", None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["ext4", "tmpfs"])
 def test_a_volume_without_room_is_refused_before_anything_is_written(tmp_path, nursery, kind):
@@ -789,6 +795,7 @@ def saved(run, tmp_path):
     tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_manifests", [250, pytest.param(5000, marks=pytest.mark.long)])
 def test_fuzzed_manifests_raise_a_checkpoint_error_or_change_nothing(saved, num_manifests):
     run, target, data = saved
@@ -869,6 +876,7 @@ def with_extra(content, text):
     return json.dumps(content | {"extra": "EXTRA"}).encode().replace(b'"EXTRA"', text)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_manifest_is_refused_in_five_seconds_and_64_mib(saved, what):
@@ -1148,6 +1156,7 @@ def test_the_error_names_a_path_that_cannot_be_a_directory(run, tmp_path):
         infinity.load(tmp_path / "file", run.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder's name"])
 def test_save_does_not_replace_an_unreadable_manifest(run, tmp_path, damage):
     target = tmp_path / "target"

@@ -69,6 +69,7 @@ LONG = pytest.mark.long
 WAYS = [("fp32", "backward"), ("fp32", "deferred"), ("bf16", "backward"), ("bf16", "deferred"), ("fp16", "deferred")]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [pytest.param(2, marks=LONG), 3, pytest.param(5, marks=LONG), pytest.param(16, marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
@@ -82,6 +83,7 @@ def test_sixteen_micro_batches_have_the_bits_of_the_ordinary_loop(options, tmp_p
     assert_as_the_ordinary_loop(tmp_path, make=Odd, dtype="bf16", n=16, num_steps=2, options=options, **NVME)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -97,11 +99,13 @@ def test_clipping_is_that_of_the_ordinary_loop(places, dtype, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, dtype=dtype, options=options, **PLACES[places])
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_skipped_as_in_the_ordinary_loop(tmp_path):
     options = {"loss_scale": LossScale(initial=2.0**40)}
     assert_as_the_ordinary_loop(tmp_path, dtype="fp16", options=options, num_steps=2, **NVME)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", ["nvme", pytest.param("device", marks=LONG)])
 @pytest.mark.parametrize("dtype, update", WAYS)
@@ -122,6 +126,7 @@ class Measured(Chain):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_code_between_blocks_may_build_no_graph(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Measured, **NVME)
 
@@ -149,6 +154,7 @@ class Filling(Chain):
         return self.last(state["x"] + sum(by_name["inner"].values())) + sum(found)
 
 
+@pytest.mark.slow
 def test_blocks_may_fill_containers_that_they_are_given(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=Filling, **NVME)
 
@@ -215,6 +221,7 @@ class Centred(Block):
         return output
 
 
+@pytest.mark.slow
 def test_a_block_that_runs_again_finds_the_buffers_of_its_first_run(tmp_path):
     def make():
         model = Chain(num_blocks=0)
@@ -224,6 +231,7 @@ def test_a_block_that_runs_again_finds_the_buffers_of_its_first_run(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, make=make, **NVME)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [2, 6])
 def test_weights_are_read_as_often_as_for_one_micro_batch(n, tmp_path):
@@ -236,6 +244,7 @@ def test_weights_are_read_as_often_as_for_one_micro_batch(n, tmp_path):
     assert found <= 1.02 * once, found / once
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Chain, Odd])
 def test_every_number_of_micro_batches_has_the_same_plan(make, tmp_path):
@@ -403,6 +412,7 @@ def test_gradients_use_the_dropout_masks_of_the_forward_pass(wraps, tmp_path):
     assert_same_states(found[0][1], found[1][1])
 
 
+@pytest.mark.slow
 def test_random_draws_depend_on_neither_placement_nor_segments(tmp_path):
     expected = run(tmp_path, True, make=Dropping, **NVME)
     for places in (PLACES["device"], NVME | {"chunk_mib": 1 / 32}, NVME | {"device_memory": "1MiB"}):
@@ -426,6 +436,7 @@ def test_the_random_state_changes_only_if_the_model_draws(tmp_path):
 # ---- checkpoints, activations, compiled blocks ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_blocks_that_the_program_checkpoints_are_not_checkpointed_again(use_reentrant, tmp_path):
@@ -439,6 +450,7 @@ def test_blocks_that_the_program_checkpoints_are_not_checkpointed_again(use_reen
         assert len(calls) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("activations", ["host", "nvme"])
 @pytest.mark.parametrize("make", [Chain, Odd])
@@ -451,6 +463,7 @@ def test_activations_may_leave_the_device(make, activations, tmp_path, monkeypat
         assert engine.stats()["activation_offload"]["moved_nbytes"] > 0
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_cut_like_others(tmp_path):
     def make():
         model = Chain(num_blocks=3)
@@ -489,6 +502,7 @@ def test_an_exception_in_a_loss_leaves_the_engine_usable(tmp_path):
         assert "_call_impl" not in vars(model.blocks[0])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["first", "blocks.2", "last"])
 def test_an_exception_in_a_block_leaves_the_engine_usable(place, tmp_path):
@@ -565,6 +579,7 @@ def three_steps(model, engine, optimizer, loss=loss_of, batches=tokens):
         yield losses
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("place", ["device", "auto"])
@@ -616,6 +631,7 @@ def test_micro_batches_without_room_run_in_rounds(num, how, tmp_path):
         assert len(calls) > 3 * num
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update, dtype", [("backward", "fp32"), ("deferred", "bf16"), ("deferred", "fp16")])
 def test_block_inputs_without_room_on_the_device_go_to_host_memory(dtype, update, tmp_path, monkeypatch, capfd):
@@ -653,6 +669,7 @@ def tied(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_in_host_memory", [4, 7, 12])
 def test_block_inputs_without_room_in_host_memory_stay_on_the_device(num_in_host_memory, tmp_path, monkeypatch):
@@ -667,6 +684,7 @@ def test_block_inputs_without_room_in_host_memory_stay_on_the_device(num_in_host
             assert engine.activations.store.heap.peak_nbytes == num_in_host_memory * 4096
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_zero_grad_after_a_failed_step_frees_saved_block_inputs(where, tmp_path, monkeypatch):
@@ -703,6 +721,7 @@ def test_block_inputs_leave_the_device_if_the_configuration_asks(tmp_path, monke
         assert len(calls) == 3 and engine.stats()["layerwise_unsplit_reasons"] == []
 
 
+@pytest.mark.slow
 def test_saved_inputs_are_on_the_device_before_a_micro_batch_needs_them(tmp_path, monkeypatch):
     """In backward, layers run in reverse order, and micro-batches run through each layer in forward order."""
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
@@ -729,6 +748,7 @@ def test_activation_tier_host_without_room_is_an_error(tmp_path, monkeypatch):
         assert engine.stats()["layerwise_unsplit_reasons"] == []
 
 
+@pytest.mark.slow
 def test_a_waiting_gradient_without_room_in_host_memory_stays_on_device(tmp_path, monkeypatch):
     refused, save = [], activations.Activations.save
 
@@ -743,6 +763,7 @@ def test_a_waiting_gradient_without_room_in_host_memory_stays_on_device(tmp_path
     assert refused
 
 
+@pytest.mark.slow
 def test_host_memory_without_room_for_block_inputs_is_given_back(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
     least = activations.Activations.__init__
@@ -821,6 +842,7 @@ def centred():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("number", [1, 3, 5, 6])
 def test_a_full_device_in_a_later_round_begins_the_step_anew(number, tmp_path):
@@ -888,6 +910,7 @@ class WritingTwice(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_buffers_written_in_backward_are_no_conflict_between_rounds(tmp_path):
     def make():
         model = Chain(num_blocks=0)
@@ -908,6 +931,7 @@ class ChangingSingle(Block):
         return super().forward(x.mul_(2) if len(x) == 1 else x)
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_cut_is_found_in_a_later_round(tmp_path):
     def make():
         model = Chain()
@@ -954,6 +978,7 @@ def test_each_buffer_is_written_once_even_if_the_device_is_full(make, place, bat
     assert all(torch.equal(buffers[name], buffer) for name, buffer in expected_buffers.items())
 
 
+@pytest.mark.slow
 def test_the_first_step_with_room_finds_the_module_that_prevents_cutting(tmp_path):
     make, config = lambda: Stashing("number"), {"update": "deferred"} | NVME
     expected = run(tmp_path, False, make=make, n=2, num_steps=1, **config)
@@ -966,6 +991,7 @@ def test_the_first_step_with_room_finds_the_module_that_prevents_cutting(tmp_pat
         assert_same_states(states_of(engine, model), expected[1])
 
 
+@pytest.mark.slow
 def test_a_model_that_turns_out_uncut_keeps_activations_on_the_device(tmp_path, monkeypatch):
     """Host memory has room for some block inputs, but not for a whole graph."""
     monkeypatch.setattr(activations, "MIN_NBYTES", 1)
@@ -1030,6 +1056,7 @@ def test_no_remedy_is_named_if_the_device_keeps_no_block_inputs(tmp_path, capfd)
     assert "layer-wise step: they run in rounds of 2\n" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("place", ["blocks.3", "blocks.3.up"])
 @pytest.mark.parametrize("calls_before", [1, 2, 4, 6])
@@ -1119,6 +1146,7 @@ def assert_runs_as_one(directory, capfd, match, *, whole, make, most=3, **how):
         assert 3 * 3 < len(calls) <= 3 * 3 + most  # with the calls before the step began anew
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("made_by", [0, 2])
 def test_a_block_that_reads_a_hidden_tensor_joins_the_blocks_before_it(made_by, tmp_path, capfd):
@@ -1138,6 +1166,7 @@ def test_a_block_that_reads_a_hidden_tensor_joins_the_blocks_before_it(made_by, 
         assert "".join(came[: 3 * 5]) == "012" * alone + "0" * joined + "1" * joined + "2" * joined
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["tensor", "mask", "list", "number"])
 def test_an_attribute_that_differs_by_micro_batch_prevents_cutting(kind, tmp_path, capfd):
@@ -1210,6 +1239,7 @@ class Hooked(Chain):
         self.first.weight.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "make, match",
@@ -1224,6 +1254,7 @@ def test_state_that_micro_batches_would_mix_up_prevents_cutting(make, match, tmp
     assert_runs_as_one(tmp_path, capfd, match, whole=True, make=make)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("wraps", [lambda make: make, lambda make: full_once(make, "first")], ids=["", "no room"])
 def test_a_replaced_parameter_inside_a_segment_has_the_bits_of_the_loop(wraps, tmp_path):
@@ -1247,6 +1278,7 @@ class Caching(Chain):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_an_attribute_that_is_made_once_does_not_prevent_cutting(tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, make=Caching, **NVME)
     assert "infinity.accumulate" not in capfd.readouterr().err
@@ -1274,6 +1306,7 @@ class WithFunction(Chain):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_a_custom_function_between_blocks_joins_the_blocks_before_it(update, tmp_path, capfd):
@@ -1338,6 +1371,7 @@ class Adding(nn.Module):
         return x + self.bias
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make, match",
@@ -1364,6 +1398,7 @@ class Late(Chain):
         return self.last(x)
 
 
+@pytest.mark.slow
 def test_an_input_that_is_changed_after_its_block_prevents_cutting(tmp_path, capfd):
     def make():
         model = Late(num_blocks=6)
@@ -1398,6 +1433,7 @@ def test_a_step_that_begins_anew_finds_the_first_buffers_and_batches(tmp_path, c
     assert capfd.readouterr().err.count("the part of the model after Looking reaches") == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_begins_anew_draws_the_same_random_numbers(tmp_path):
     class DroppingBoxed(Boxed):
         def __init__(self):
@@ -1452,6 +1488,7 @@ class Records(Chain):
         return self.last(state.x) + sum(found)
 
 
+@pytest.mark.slow
 def test_blocks_may_take_and_fill_dataclasses(tmp_path, capfd):
     assert_as_the_ordinary_loop(tmp_path, make=Records, **NVME)
     assert "infinity.accumulate" not in capfd.readouterr().err  # no message: every block is cut
@@ -1500,6 +1537,7 @@ WRONG_LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", [NVME, {}], ids=["by layer", "on the device"])
 def test_a_wrong_loss_is_refused_and_training_continues(places, tmp_path):
@@ -1547,6 +1585,7 @@ def test_accumulate_is_refused_inside_gathered_and_inside_itself(tmp_path):
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_another_thread_is_refused(tmp_path):
     """The evaluation comes before a micro-batch calls the model, and after."""
     found = []
@@ -1575,6 +1614,7 @@ def test_an_evaluation_in_another_thread_is_refused(tmp_path):
         assert_same_states(states_of(engine, model), expected[1])
 
 
+@pytest.mark.slow
 def test_an_evaluation_in_another_thread_that_came_first_is_kept(tmp_path):
     """The evaluation begins after accumulate has found the model idle, and still runs when the step begins."""
     goes_on, is_inside, found = threading.Event(), threading.Event(), []
@@ -1634,6 +1674,7 @@ def test_a_loss_finds_the_thread_local_state_of_torch(tmp_path):
     assert seen == [("DeviceContext", True, torch.bfloat16)] * 2
 
 
+@pytest.mark.slow
 def test_a_traced_step_has_the_bits_of_the_ordinary_loop(tmp_path):
     assert_as_the_ordinary_loop(tmp_path, trace=True, **NVME)
 
@@ -1705,6 +1746,7 @@ def nothing_waits(monkeypatch):
     monkeypatch.setattr(DeviceBudget, "sum_room", lambda *_, **__: (0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -1733,6 +1775,7 @@ def test_gradients_that_wait_on_the_device_leave_once_per_step(n, num_turns, cli
         assert_same_states(states_of(engine, model), expected[1])
 
 
+@pytest.mark.slow
 def test_a_sum_that_left_the_device_adds_up_in_host_memory_in_its_round(nothing_waits, tmp_path):
     """Updates of the step before that are still announced make no difference. Ranks may differ in such updates."""
     config = NVME | {"dtype": "bf16", "update": "deferred", "options": {"accumulation_steps": 3}}

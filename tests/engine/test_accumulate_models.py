@@ -54,6 +54,7 @@ def told_of_limits(capfd):
     return [line for line in lines if "infinity.accumulate: " in line and "the cache of the model" not in line]
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name, dtype", WAYS)
 def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path, capfd):
@@ -61,6 +62,7 @@ def test_losses_and_states_are_those_of_the_ordinary_loop(name, dtype, tmp_path,
     assert not told_of_limits(capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("n", [2, 5])
 @pytest.mark.parametrize("places", [name for name in PLACES if name != "nvme"])
@@ -78,6 +80,7 @@ def test_sixteen_micro_batches_have_the_bits_of_the_ordinary_loop(name, dtype, t
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options, "num_steps": 2}, n=16, **NVME)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, dtype", [("T5", "fp32"), ("Llama", "bf16"), pytest.param("GPT-2", "fp16", marks=LONG)])
 def test_clipping_is_that_of_the_ordinary_loop(name, dtype, tmp_path):
@@ -85,6 +88,7 @@ def test_clipping_is_that_of_the_ordinary_loop(name, dtype, tmp_path):
     assert_as_the_ordinary_loop(tmp_path, **how(CASES[name], dtype) | {"options": options}, **NVME)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_train_on_a_frozen_model(name, tmp_path, capfd):
     peft = pytest.importorskip("peft")
@@ -97,6 +101,7 @@ def test_adapters_train_on_a_frozen_model(name, tmp_path, capfd):
     assert not told_of_limits(capfd)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["Llama", pytest.param("GPT-2", marks=LONG), pytest.param("T5", marks=LONG)])
@@ -124,6 +129,7 @@ def token_ids(step, n):
     return [torch.randint(1, 61, (2, 3 + 2 * number), generator=generator) for number in range(n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_config, given", [(True, {}), (False, {"use_cache": True}), (False, {})])
 def test_a_message_says_that_the_cache_of_the_configuration_is_off(in_config, given, tmp_path, capfd):
     def loss(model, ids):
@@ -177,6 +183,7 @@ def test_a_unet_is_cut_in_spite_of_its_skip_connections(dtype, tmp_path, capfd):
     assert "infinity.accumulate" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["Llama", "T5", "Mixtral"])
 def test_weights_are_read_as_often_as_for_one_micro_batch(name, tmp_path):
@@ -200,6 +207,7 @@ def train_by_layer(name, by_layer, dtype, folder):
     return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype", [("Llama", "bf16"), pytest.param("T5", "fp32", marks=LONG), pytest.param("GPT-2", "fp16", marks=LONG)])
 def test_two_ranks_have_the_bits_of_the_ordinary_loop(name, dtype, two_ranks, tmp_path):
     (losses, states), (others, _) = two_ranks.run(train_by_layer, name, True, dtype, tmp_path)
@@ -219,6 +227,7 @@ def train_uncut(make, by_layer, folder):
     return losses, {key: {segment: tensor.clone() for segment, tensor in state.items()} for key, state in states.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Boxed, Stashing, changing], ids=["joined", "whole", "in place"])
 def test_two_ranks_have_the_bits_of_the_loop_for_an_uncut_model(make, two_ranks, tmp_path):
@@ -274,6 +283,7 @@ def leaves_once(dtype, update, folder):
         return found, sum(chunk.record.numel for chunk in engine.registry.chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, update", [("bf16", "deferred"), pytest.param("fp32", "backward", marks=LONG)])
 def test_shards_of_two_ranks_add_up_on_the_device_and_leave_once(dtype, update, two_ranks, tmp_path):
     for found, num_parameters in two_ranks.run(leaves_once, dtype, update, tmp_path):

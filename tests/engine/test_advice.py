@@ -74,6 +74,7 @@ def test_dropped_steps_do_not_count(monkeypatch):
     assert not steps.told
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("by_layer", [False, True], ids=["loop", "by layer"])
 def test_the_ordinary_loop_gets_advice_and_layer_wise_steps_get_none(tmp_path, capsys, monkeypatch, by_layer):

@@ -241,6 +241,7 @@ def with_budget(case, folder, nbytes):
     return model, engine, infinity.AdamW([param for param in model.parameters() if param.requires_grad], **OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES])
 def test_an_architecture_trains_and_generates_at_the_least_device_memory(name, tmp_path):

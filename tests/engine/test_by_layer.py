@@ -28,6 +28,7 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
         return losses, states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "host", "optimizer_state_tier": "nvme"}], ids=str)
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_on_a_gpu_losses_and_states_are_those_of_the_ordinary_loop(dtype, update
     assert_same_states(states, expected_states)
 
 
+@pytest.mark.slow
 def test_clipping_in_fp16_has_the_bits_of_the_ordinary_loop(tmp_path):
     options = {"max_grad_norm": 0.1, "loss_scale": LossScale(initial=256.0)}
     found = [run(tmp_path, by_layer, dtype="fp16", options=options, **NVME) for by_layer in (True, False)]
@@ -106,6 +108,7 @@ class Cut(nn.Module):
         return x.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("cut", [False, True])
@@ -130,6 +133,7 @@ class Tied(Chain):
         self.last.weight = self.first.weight
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "auto"])
 @pytest.mark.parametrize("make", [pytest.param(Chain, marks=LONG), Tied])

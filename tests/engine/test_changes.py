@@ -145,6 +145,7 @@ def expected_error(way, moment):
     return MOMENTS[moment]
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

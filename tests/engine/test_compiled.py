@@ -110,6 +110,7 @@ def assert_as_plain(make, directory, way, *, before=False, options=None, dtype="
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("way", WAYS)
@@ -117,6 +118,7 @@ def test_a_module_compiled_before_or_after_the_start_is_one_graph(way, before, t
     assert_as_plain(gpt, tmp_path, way, before=before, **PLACES["nvme"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["device", "host"])
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
@@ -124,18 +126,21 @@ def test_compiled_modules_train_in_device_and_host_memory(way, place, tmp_path):
     assert_as_plain(gpt, tmp_path, way, **PLACES[place])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "model"])
 def test_checkpoints_may_be_around_or_inside_compiled_modules(way, tmp_path):
     assert_as_plain(lambda: gpt(checkpoint_activations=True), tmp_path, way, before=True, **PLACES["nvme"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
 def test_tied_weights_may_be_inside_and_outside_a_compiled_module(way, tmp_path):
     assert_as_plain(lambda: gpt(tie=True), tmp_path, way, **PLACES["nvme"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place"])
 def test_the_least_memory_is_enough_for_compiled_blocks(way, tmp_path):
@@ -181,6 +186,7 @@ def test_a_module_with_a_graph_break_gets_no_other_breaks(way, tmp_path):
     assert_as_plain(Broken, tmp_path, way, options={"fullgraph": False}, loss=mlp_loss, counts=[(2, 1)] * 4, **PLACES["nvme"])
 
 
+@pytest.mark.slow
 def test_a_compiled_function_that_calls_a_model_breaks_at_its_ops(tmp_path):
     """A function has no entry that the engine can hook. Weights are fetched inside, as without torch.compile."""
     reference_model, reference = plain(mlp)
@@ -214,6 +220,7 @@ def test_compiled_layers_of_llama_are_one_graph_each(tmp_path):
         assert_as_plain(make, tmp_path, way, loss=loss, **PLACES["nvme"])
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_model_as_one_graph(tmp_path):
     with training(mlp, tmp_path, **NVME) as (model, engine, optimizer):
         losses, found = train(torch.compile(model, fullgraph=True), optimizer, loss=mlp_loss)
@@ -225,6 +232,7 @@ def test_inductor_compiles_a_model_as_one_graph(tmp_path):
 # Other calls
 
 
+@pytest.mark.slow
 def test_calls_that_bypass_compilation_have_the_same_bits(tmp_path):
     reference_model, reference = plain(gpt)
     with training(gpt, tmp_path, **NVME) as (model, engine, optimizer):
@@ -262,6 +270,7 @@ def test_after_close_modules_are_compiled_as_before(tmp_path):
 # Other settings
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model in place"])
 def test_the_loss_scale_is_applied_outside_the_compiled_module(way, tmp_path):
@@ -275,10 +284,12 @@ def test_the_loss_scale_is_applied_outside_the_compiled_module(way, tmp_path):
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_activations_of_compiled_modules_leave_the_device(tmp_path):
     assert_as_plain(gpt, tmp_path, "in place", dtype="bf16", activation_tier="host", **PLACES["nvme"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "model"])
 def test_a_module_may_be_compiled_inside_init(way, tmp_path):
@@ -337,6 +348,7 @@ def test_two_ranks_have_one_graph_and_equal_losses(tmp_path):
 # Interrupts and refusals
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["wrappers", "in place", "forward"])
 def test_an_interrupt_in_a_compiled_module_leaves_no_weights_held(way, tmp_path):

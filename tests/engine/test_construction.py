@@ -89,6 +89,7 @@ BUILDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(14)
 @pytest.mark.parametrize("later", [0, 1 << 20])
 @pytest.mark.parametrize("window", [0, 5000, 1 << 30])
@@ -235,6 +236,7 @@ def mixed():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("window", [0, 1500, 3000, 6000, 9000])
 @pytest.mark.parametrize("build", [grown, swollen, mixed])
@@ -250,6 +252,7 @@ def test_resized_and_mixed_parameters_are_as_in_a_plain_construction(build, wind
             assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
 
 
+@pytest.mark.slow
 def test_a_model_built_inside_trains_as_one_built_outside(config, tmp_path):
     def losses(model, optimizer):
         found = []
@@ -312,6 +315,7 @@ def test_every_outermost_module_gets_its_own_engine(config, tmp_path):
         infinity.engine_of(first.layers[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [8, 1000, 4096])
 def test_the_scratch_file_is_read_and_written_in_several_calls(most, config, monkeypatch):
     """The kernel moves less than 2 GiB per call."""
@@ -319,6 +323,7 @@ def test_the_scratch_file_is_read_and_written_in_several_calls(most, config, mon
     test_the_weights_are_those_of_a_plain_construction("lstm", 0, 1 << 20, config, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["a bit", "zeros", "an end"])
 @pytest.mark.parametrize("when", ["inside", "at the start"])
 def test_a_changed_scratch_file_is_reported_with_its_directory(when, harm, config, monkeypatch):
@@ -513,6 +518,7 @@ def test_parameters_leave_once_and_overwritten_ones_are_not_read_back(build, win
             assert_same_bits(engine.read_state(param)["weight"], other.detach(), name)
 
 
+@pytest.mark.slow
 def test_the_search_for_layers_to_cut_brings_no_parameter_back(config, counts):
     with infinity.init(dataclasses.replace(config, tile_above="2KiB"), window=0):
         model = tiny_gpt()
@@ -626,6 +632,7 @@ def saved_llama(folder):
     return transformers.LlamaForCausalLM.from_pretrained
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("window", [0, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -742,6 +749,7 @@ def taken_from(way, config, window):
     return model, plain
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("way, window", [("init", 1), ("init", None), ("offload", None)], ids=["away", "home", "offload"])
@@ -819,6 +827,7 @@ def changed_on_rank_0(folder):
         return all((value == 1.0).all() for value in model.state_dict().values())
 
 
+@pytest.mark.slow
 def test_values_of_rank_0_win_before_the_optimizer_exists(tmp_path):
     world = World(2, tmp_path)
     try:

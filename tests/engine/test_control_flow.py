@@ -125,6 +125,7 @@ def run_and_compare(run, tmp_path, make=Layers, num_steps=10, config=None, optio
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "order, way", [long_unless((order, way) in DEFAULT, order, way) for order in ORDERS for way in TRAININGS]
@@ -166,6 +167,7 @@ def trains_and_evaluates(model, step, micro):
 PROGRAMS = [evaluate_in_between, one_layer_alone, trains_and_evaluates]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "run, way",
@@ -203,6 +205,7 @@ def shares_ahead(directory, orders, between=None, **config):
         return found, engine.stats()["num_prefetch_plans"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("residency", RESIDENCIES)
 @pytest.mark.parametrize("order", ALTERNATING)
@@ -240,6 +243,7 @@ def turned(by):
     return UP[by:] + UP[:by]
 
 
+@pytest.mark.slow
 def test_up_to_max_routes_each_route_is_planned_once(tmp_path):
     found, num_plans = shares_ahead(tmp_path, [turned(step % MAX_ROUTES) for step in range(3 * MAX_ROUTES)], **ROOM)
     assert num_plans == MAX_ROUTES == 8
@@ -343,6 +347,7 @@ def test_ranks_may_choose_different_experts_of_a_leaf(kind, choice, update, two_
         assert min(ahead[3:]) >= 0.9, ahead
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if i % 3 else ()) for i, kind in enumerate(MIXTURES)])
 def test_a_leaf_on_one_rank_changes_no_bit(kind, tmp_path):
@@ -405,6 +410,7 @@ def plain_changing(order, steps=8, repeat=1):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "order, update",
@@ -456,6 +462,7 @@ def peak_at_least(folder, kind, **config):
     return least, peaks
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("kind", SEVERAL)
@@ -484,6 +491,7 @@ def accumulating(folder, orders, **config):
         return {name: engine.read_state(p)["weight"] for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("orders", ["fff", "pffp"])
@@ -494,6 +502,7 @@ def test_all_forward_passes_may_come_before_the_backward_passes(orders, update, 
             assert torch.equal(value, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_gradients_of_layers_that_run_twice_leave_the_device(update, two_ranks, tmp_path):
@@ -646,6 +655,7 @@ def test_a_slow_rank_does_not_count_as_diverged(where, update, two_ranks, tmp_pa
     assert all(torch.equal(states[rank][name], expected[0][name]) for rank in range(2) for name in expected[0])
 
 
+@pytest.mark.slow
 def test_three_ranks_with_one_slow_rank_do_not_count_as_diverged(tmp_path):
     world = World(3, tmp_path)
     try:

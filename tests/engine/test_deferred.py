@@ -144,6 +144,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("max_grad_norm", [None, 1e6])
 def test_updates_of_layers_that_a_pass_skips_block_no_fetch(tmp_path, max_grad_norm):
@@ -177,6 +178,7 @@ def test_a_sum_of_squares_at_the_head_of_its_lane_frees_no_gradient_slot(tmp_pat
             gradients.users.remove(ready)
 
 
+@pytest.mark.slow
 def test_a_copy_at_the_head_of_its_lane_takes_a_prefetched_slot(tmp_path):
     """Gathers and close() wait for the lane. Only the training thread uses up the weights that were prefetched for earlier ops."""
     config = {"update": "backward", "residency": "none", "param_tier": "nvme", "optimizer_state_tier": "nvme", "chunk_mib": 1 / 32}
@@ -200,6 +202,7 @@ def test_a_copy_at_the_head_of_its_lane_takes_a_prefetched_slot(tmp_path):
         assert not closing.is_alive()
 
 
+@pytest.mark.slow
 def test_max_grad_norm_may_be_set_while_updates_begin_in_backward(tmp_path):
     """From the next backward pass on, updates wait for the norm."""
 

@@ -40,6 +40,7 @@ def moved(model, optimizer, num_steps):
     return {link: (found[-1][link] - found[2][link]) / num_steps for link in STEP_LINKS}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",

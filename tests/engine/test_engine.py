@@ -74,6 +74,7 @@ def test_fp32_losses_are_those_of_torch_optim(name, kind, tmp_path):
     assert got[-1] < got[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [pytest.param("deferred", marks=pytest.mark.long), "backward"])
 def test_bf16_has_the_bits_of_the_reference_loop_after_50_steps(update, tmp_path):
     options = {"lr": 1e-2, "weight_decay": 0.1}
@@ -180,11 +181,13 @@ def test_placement_never_changes_a_bit_in_all_mixes(case, tmp_path, expected):
     check_placement(case, tmp_path, expected)
 
 
+@pytest.mark.slow
 def test_records_in_separate_regions_have_the_same_bits(tmp_path, expected, monkeypatch):
     monkeypatch.setattr(build, "REGION_NBYTES", 1)
     check_placement(("accumulate", "bf16", "host", "host", "auto", "deferred", 1 / 64, "ample"), tmp_path, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("divisor", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long), 20])
@@ -198,6 +201,7 @@ def test_peaks_stay_within_budgets(divisor, update, tmp_path):
             run({}, tmp_path, 4, **config | {"residency": residency, "param_tier": tier, "optimizer_state_tier": tier})
 
 
+@pytest.mark.slow
 def test_accumulation_sums_in_fp32(tmp_path):
     """Three micro-batches in bf16 have the bits of gradients that are summed in fp32 and never rounded."""
     options = {"accumulation_steps": 3}
@@ -227,6 +231,7 @@ def two_groups(model):
     return [{"params": decayed, "weight_decay": 0.2, "lr": 3e-3}, {"params": rest, "weight_decay": 0.0, "betas": (0.8, 0.99)}]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
@@ -328,6 +333,7 @@ def test_a_parameter_without_a_gradient_is_skipped(update, tmp_path):
             torch.testing.assert_close(engine.read_state(p)["weight"], theirs.detach(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_clipping_uses_the_norm_of_torch(dtype, tmp_path):
@@ -424,6 +430,7 @@ def test_after_backward_param_grad_is_only_a_placeholder(update, tmp_path):
 # Values
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -491,6 +498,7 @@ def test_a_budget_below_the_minimum_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_gradients_that_complete_late_pass_through_two_slots(tmp_path):
     """A chain of shared layers completes every chunk's gradient late. The gradients wait on NVMe."""
 

@@ -128,6 +128,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("name", MODELS)

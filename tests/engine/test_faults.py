@@ -105,6 +105,7 @@ def sweep(directory, expected, fault, update, numbers):
         assert code is None or call == "io_getevents", f"{where} failed: expected a SwapError, got none"
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.filterwarnings("ignore:io_setup granted")
 @pytest.mark.parametrize("update", UPDATES)
@@ -301,6 +302,7 @@ def the_volume_is_too_small(volume):
 SCENES = [pytest.param(the_volume_shrinks, marks=pytest.mark.long), the_volume_is_full_later, the_volume_is_too_small]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_full_disk_is_an_error_at_the_start_or_never(scene, tmp_path):
@@ -381,6 +383,7 @@ def run(name, directory, *, options=None, num_steps=3, **config):
     return losses, states, stats
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tied", pytest.param("shared", marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype, update, steps", [("bf16", "deferred", 1), ("fp32", "backward", 2), ("fp16", "auto", 1)])
@@ -426,6 +429,7 @@ def check_budgets(case, directory, num_budgets):
             assert_same_states(states, expected[1], f"{field}={budget}")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long if i in (2, 3, 5) else ()) for i, case in enumerate(PRESSURES)], ids=str

@@ -9,6 +9,7 @@ from infinity.plan.record import STATES, WEIGHTS
 from infinity.tiers.record_mover import RecordMover
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("compression", ["on", "off"])
 @pytest.mark.parametrize("values, dtype, num", [("bf16", "bf16", 0), ("fp32", "bf16", 1), ("fp32", "fp32", 0), ("fp16", "fp16", 1)])

@@ -218,6 +218,7 @@ def language_loss(model):
     return model(input_ids=tokens, labels=tokens).loss
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("tie", [True, False])

@@ -80,6 +80,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -102,6 +103,7 @@ def test_gradients_with_no_other_place_have_the_bits_of_host_memory(device_kib, 
     assert counts == [1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["loop", "by layer"])
 def test_updates_proceed_if_gradients_without_extents_fill_all_slots(way, small_drive, monkeypatch, tmp_path):
@@ -118,6 +120,7 @@ def test_updates_proceed_if_gradients_without_extents_fill_all_slots(way, small_
     assert_same_states(loop.run(tmp_path, **crowded)[1], expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device_kib", [256, 384])
 def test_gradients_on_the_device_never_move_to_nvme(device_kib, small_drive, monkeypatch, tmp_path):

@@ -110,6 +110,7 @@ def test_records_at_home_take_the_host_memory_of_visitors(numbers, update, kind,
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.slow
 def test_an_exchange_saves_the_nvme_bytes_of_the_records_that_stay(config_for, monkeypatch, tmp_path):
     config = config_for(STATES, compression="off")
     written = {}
@@ -131,6 +132,7 @@ def test_an_exchange_saves_the_nvme_bytes_of_the_records_that_stay(config_for, m
     assert written[True] < written[False], written
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", VISITORS)
 def test_visitors_whose_homes_were_exchanged_go_home_when_inputs_grow(kind, config_for, gauge, tmp_path):
@@ -165,6 +167,7 @@ def test_visitors_whose_homes_were_exchanged_go_home_when_inputs_grow(kind, conf
     assert_same_states(states, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", VISITORS)
 def test_a_checkpoint_of_exchanged_homes_resumes(kind, config_for, tmp_path):
@@ -191,6 +194,7 @@ def test_a_checkpoint_of_exchanged_homes_resumes(kind, config_for, tmp_path):
         assert_same_states(states_of(engine, model), expected, "new engine")
 
 
+@pytest.mark.slow
 def test_a_snapshot_taken_before_the_exchange_has_the_old_values(config_for, tmp_path):
     config = config_for(STATES)
     with training(tiny_gpt, tmp_path, **config) as (model, engine, optimizer):
@@ -205,6 +209,7 @@ def test_a_snapshot_taken_before_the_exchange_has_the_old_values(config_for, tmp
     assert_same_states(found, expected_states(tmp_path / "fresh", num_steps=0))
 
 
+@pytest.mark.slow
 def test_a_host_copy_that_a_thread_uses_keeps_its_home(config_for, monkeypatch, tmp_path):
     expected = expected_states(tmp_path)
     config = config_for(STATES)

@@ -180,6 +180,7 @@ def test_a_forward_pass_without_backward_misleads_no_later_step(setting, how, tm
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("orders", ["pppp", "ffff", "lllll", "pffp"])
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -226,6 +227,7 @@ RECOMPUTE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("how", RECOMPUTE)
@@ -750,6 +752,7 @@ class Interruptible(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("recursive", [False, True])
 @pytest.mark.parametrize("then", ["train", "zero_grad", "save", "read", "evaluate"])

@@ -86,6 +86,7 @@ def test_micro_batches_run_one_after_the_other_with_the_same_bits(expected, gaug
     assert_same_states(states, expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "capacity, config",
@@ -102,6 +103,7 @@ def test_other_steps_run_by_layer(capacity, config, gauge, num_pauses, tmp_path)
     assert min(num_pauses) > 0 and not any(found)
 
 
+@pytest.mark.slow
 def test_a_step_without_memory_begins_anew_and_later_steps_run_by_layer(expected, gauge, num_pauses, monkeypatch, tmp_path):
     backward = LayerwiseStep._go_back
 
@@ -120,12 +122,14 @@ def test_a_step_without_memory_begins_anew_and_later_steps_run_by_layer(expected
     assert_same_states(states, expected[1])
 
 
+@pytest.mark.slow
 def test_inputs_that_grow_bring_steps_by_layer_back(gauge, num_pauses, tmp_path):
     _, _, found = train(tmp_path, gauge, sizes=(1, 1, 4, 4, 1))
     assert found == [True, True, False, False, False]
     assert [number > 0 for number in num_pauses] == [True, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_ordinary_steps_in_between_change_nothing(gauge, num_pauses, tmp_path):
     options = {"accumulation_steps": MICROS, "max_grad_norm": 1.0}
     states = []
@@ -142,6 +146,7 @@ def test_ordinary_steps_in_between_change_nothing(gauge, num_pauses, tmp_path):
     assert_same_states(*states)
 
 
+@pytest.mark.slow
 def test_the_reason_is_reported_once(gauge, tmp_path, caplog):
     caplog.set_level("INFO", logger="infinity")
     options = {"accumulation_steps": MICROS, "max_grad_norm": 1.0}

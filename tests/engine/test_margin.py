@@ -130,6 +130,7 @@ def test_every_split_of_device_memory_has_the_same_bits(numbers, options, home, 
         assert home == "nvme" or counts == [0, 1, len(records) // 2, len(records) - 1, total]
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
@@ -153,6 +154,7 @@ def test_records_come_to_the_device_only_if_all_weights_fit(tmp_path):
             assert engine.stats()["peak_device_nbytes"] <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["auto", "deferred"])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.5}, {"accumulation_steps": 3}], ids=["clip", "accumulate"])
@@ -187,6 +189,7 @@ def test_waiting_gradients_without_room_in_host_memory_stay_on_the_device(option
     pytest.fail("expected a host memory budget that holds all records but no gradient, found none below 2000 KiB")
 
 
+@pytest.mark.slow
 def test_device_and_host_memory_that_hold_all_records_need_no_nvme(tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     config = {"device_memory": least + sum(records[: len(records) // 2])}
@@ -269,6 +272,7 @@ class WithMoreLayers(nn.Module):
         return [self.model(x), *(other(x.to(other.weight.dtype)) for other in self.others)]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in TRAITS), ("max_norm", "bf16")])
@@ -286,6 +290,7 @@ def test_every_trait_trains_with_some_records_only_on_the_device(name, dtype, up
         assert_equals_reference(engine, model, reference_model, reference)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_records_in_three_tiers_resumes_in_other_tiers(small_drive, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     crowded = {"device_memory": least + sum(records[:-1])} | CROWDED
@@ -307,6 +312,7 @@ def test_a_checkpoint_of_records_in_three_tiers_resumes_in_other_tiers(small_dri
         assert_same_states(states, states_of(engine, model))
 
 
+@pytest.mark.slow
 def test_records_whose_tier_is_the_device_stay_when_inputs_grow(small_drive, gauge, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)
     gauge.capacity = 1 << 40
@@ -352,6 +358,7 @@ def train(model, engine, optimizer, sizes, gauge):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("num_micro", [1, 2])
@@ -408,6 +415,7 @@ def test_updates_begin_in_the_order_of_the_next_forward_pass(monkeypatch, tmp_pa
     assert begun == [5, 4, 3, 2, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("first_sizes", [[16] * 4, [16, 64, 16, 16]], ids=["alike", "one that grows"])
 def test_sums_of_gradients_come_to_the_device_after_the_first_pass(first_sizes, gauge, monkeypatch, tmp_path):
@@ -499,6 +507,7 @@ def timed_step(model, optimizer, clock, seconds, batch=16):
 LONGER_AND_LONGER = [5.1, 6.6, 8.0, 9.7]
 
 
+@pytest.mark.slow
 def test_every_new_division_of_device_memory_is_on_trial(gauge, clock, tmp_path):
     """A division follows larger inputs or a failed allocation, long after the previous trial is over."""
     least, records = budgets(tiny_gpt, tmp_path)
@@ -619,6 +628,7 @@ def test_weights_written_in_forward_leave_the_device_with_their_record(gauge, tm
     assert_same_states(states, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builds_graph", [True, False])
 def test_an_evaluation_does_not_change_the_memory_planned_for_training(builds_graph, gauge, tmp_path):
     least, records = budgets(tiny_gpt, tmp_path)

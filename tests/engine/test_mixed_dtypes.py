@@ -135,6 +135,7 @@ def test_each_parameter_trains_in_its_own_dtype(update, place, tmp_path):
         assert {name: value.dtype for name, value in model.state_dict().items()} == dtypes_of(plain)
 
 
+@pytest.mark.slow
 def test_the_frozen_base_may_be_fp8(tmp_path):
     plain, optimizer = reference(fp8_model, 4)
     with training(fp8_model, tmp_path / "swap", dtype="bf16", **NVME) as (model, engine, ours):
@@ -256,6 +257,7 @@ def test_a_checkpoint_keeps_every_dtype(moments, tmp_path):
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.slow
 def test_safetensors_have_every_dtype(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     with training(fp8_model, tmp_path / "a", dtype="bf16", **NVME) as (model, engine, ours):

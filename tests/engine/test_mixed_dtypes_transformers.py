@@ -95,6 +95,7 @@ def plain(make, steps):
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
@@ -106,6 +107,7 @@ def test_twenty_steps_have_the_bits_of_plain_pytorch(name, tmp_path):
         assert_equals_reference(engine, model, reference, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
@@ -132,6 +134,7 @@ def on_ranks(folder, name, steps, save=None, load=None):
         return {param: {key: value.float().numpy() for key, value in states.items()} for param, states in states_of(engine, model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [4, pytest.param(STEPS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)

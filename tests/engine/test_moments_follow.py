@@ -64,6 +64,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("delays", ["none", "lane"])
 @pytest.mark.parametrize("way", WAYS)

@@ -271,6 +271,7 @@ def set_on_each_rank(folder, update):
         return weights(model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_ranks_take_the_mean_of_gradients_that_the_program_sets(update, world, tmp_path):

@@ -247,6 +247,7 @@ def clipped(folder, bound):
         return norms, model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("bound", [0.5, math.inf])
 def test_two_ranks_have_the_norm_and_clipping_of_one_process(world, tmp_path, bound):

@@ -201,6 +201,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
@@ -217,6 +218,7 @@ def test_gradients_pass_through_frozen_models_as_in_plain_pytorch(program, mode,
     engines.close()
 
 
+@pytest.mark.slow
 def test_a_frozen_model_is_fetched_ahead_and_keeps_a_bounded_trace(tmp_path):
     critic, prompt, late = made(0).requires_grad_(False), torch.zeros(5, H, requires_grad=True), []
     with infinity.offload(critic, infinity.Config(swap_dirs=tmp_path, **CONFIG | NVME)) as engine:
@@ -273,6 +275,7 @@ def values_of(program, mode, directory, config):
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["roomy", "nvme"])
 @pytest.mark.parametrize("program, mode", [(two_that_play_against_each_other, "plain"), (a_frozen_teacher, "perceptual")])

@@ -53,6 +53,7 @@ def trained(directory, *, delays=None, steps=4, **config):
         return losses, states_of(engine, model), engine.placement, passing
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("delays", [{}, {"update": 0.003}, {"gc": 0.003}])
 @pytest.mark.parametrize("places", [NVME, {}])
@@ -89,6 +90,7 @@ def test_gradients_that_wait_for_step_have_a_place(options, small_drive, tmp_pat
     assert planned(tmp_path / "small", **config).on_nvme[GRADIENTS] == ample.on_nvme[GRADIENTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacking", ["a gradient", "all sums"])
 def test_sums_need_no_place_if_steps_are_by_layer(lacking, small_drive, tmp_path):
     config = {"dtype": "bf16", "device_memory": "160KiB", "options": {"accumulation_steps": 3}} | SMALL | NVME
@@ -170,6 +172,7 @@ def run_late(name, directory, *, retain=False, num_forwards=1, steps=2, **config
         return losses, states_of(engine, model), engine.placement, written
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", [{}, {"retain": True}, {"num_forwards": 2}], ids=["once", "retained", "two forwards"])
 @pytest.mark.parametrize("name", LATE)
@@ -181,6 +184,7 @@ def test_gradients_that_are_complete_late_have_the_same_bits(name, how, small_dr
     assert_same_states(found[1], states)
 
 
+@pytest.mark.slow
 def test_a_gradient_on_a_full_drive_is_an_error_and_no_hang(small_drive, monkeypatch, tmp_path):
     """Later an error of the backward pass ends it, and zero_grad() does not hang."""
     *_, ample, _ = run_late("kinds", tmp_path / "ample")
@@ -196,6 +200,7 @@ def test_a_gradient_on_a_full_drive_is_an_error_and_no_hang(small_drive, monkeyp
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("device_kib", [96, 128, 192])

@@ -8,9 +8,9 @@ import random
 from collections import Counter
 
 import pytest
-from helpers import assert_same_states
-from simulated_storage import simulated_world
-from test_simulated_orders import TRAININGS, train
+from support.helpers import assert_same_states
+from support.simulated_orders import TRAININGS, train
+from support.simulated_storage import simulated_world
 
 import infinity
 

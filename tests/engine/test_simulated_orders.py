@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = [pytest.param(range(1), id="short"), pytest.param(range(1, 60), id="long", marks=pytest.mark.long)]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", TRAININGS)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_no_order_of_threads_changes_a_bit(seeds, name, tmp_path):
@@ -28,6 +28,7 @@ def test_no_order_of_threads_changes_a_bit(seeds, name, tmp_path):
         assert storage.num_transfers > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_no_order_of_threads_changes_a_bit_if_gradients_pass(seeds, tmp_path, monkeypatch):
     """The drive has no room for gradients."""
@@ -42,11 +43,13 @@ def test_no_order_of_threads_changes_a_bit_if_gradients_pass(seeds, tmp_path, mo
         assert not any("gradients" in what for what, *_ in storage.log)
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_every_transfer(tmp_path):
     logs = [simulated(lambda: train(tmp_path), seed)[1].log for seed in (3, 3, 4)]
     assert logs[0] == logs[1] != logs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["backward", "clipped"])
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_a_failed_transfer_in_any_order_is_an_error_and_no_hang(seeds, name, tmp_path):

@@ -74,6 +74,7 @@ def play(directory, *, rate=1e12, link_s=MS, steps=5, backward=in_one_pass, **co
         return world.run(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 def test_compute_hides_the_drive_and_the_links(update, tmp_path):
     """The drive works in 90 % of the time, and each link in a sixth to a third."""
@@ -83,6 +84,7 @@ def test_compute_hides_the_drive_and_the_links(update, tmp_path):
     assert all(COMPUTE_S < each < 1.04 * COMPUTE_S for each in seconds[2:])
 
 
+@pytest.mark.slow
 def test_a_slow_drive_is_the_only_limit(tmp_path):
     _, nbytes = play(tmp_path)
     rate = nbytes[-1] / (1.7 * COMPUTE_S)
@@ -105,6 +107,7 @@ def test_gradients_that_pass_hardly_slow_a_step(tmp_path, monkeypatch):
     assert all(each < 1.15 * COMPUTE_S for each in seconds[2:])
 
 
+@pytest.mark.slow
 def test_a_step_by_layer_takes_the_time_of_compute_or_of_the_drive(tmp_path):
     """Each micro-batch computes each layer once more in backward."""
     options, compute_s = {"options": {"accumulation_steps": NUM_MICRO}, "backward": by_layer} | FEW_SLOTS, NUM_MICRO * 4 / 3 * COMPUTE_S
@@ -115,6 +118,7 @@ def test_a_step_by_layer_takes_the_time_of_compute_or_of_the_drive(tmp_path):
         assert sum(seconds[2:]) < 1.1 * sum(max(compute_s, moved / rate) for moved in found[2:])
 
 
+@pytest.mark.slow
 def test_a_slow_link_to_the_device_is_the_only_limit(tmp_path):
     """A layer is copied twice a step at most: for the forward and for the backward pass."""
     seconds, _ = play(tmp_path, link_s=5 * MS)

@@ -79,6 +79,7 @@ def run(directory, kind, crowded=(False,), *, steps=5, **config):
         return losses, states_of(engine, model), put_off
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["ordinary", "accumulated", "by layer"])

@@ -37,6 +37,7 @@ def expected(tmp_path):
         return states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("residency", ["auto", "none"])
 def test_the_backward_pass_reads_the_states_of_the_first_updates(residency, expected, tmp_path):
@@ -54,6 +55,7 @@ def test_the_backward_pass_reads_the_states_of_the_first_updates(residency, expe
         assert found[-1] >= {chunk.index for chunk in first[:20]}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("delays", ["reads", "writes"])
 @pytest.mark.parametrize("num_slots", [2, 5])
@@ -71,6 +73,7 @@ def test_few_slots_and_slow_drives_change_no_bit(num_slots, delays, expected, mo
         assert_same_states(states_of(engine, model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", ["evaluation", "load", "dropped gradients", "changed weight"])
 def test_states_that_are_read_ahead_stay_true(what, tmp_path):
@@ -125,6 +128,7 @@ def test_steps_of_several_micro_batches_read_ahead_too(by_layer, tmp_path):
     assert_same_states(found, run(tmp_path / "b", param_tier="host", optimizer_state_tier="host"))
 
 
+@pytest.mark.slow
 def test_the_rest_of_host_memory_is_slots_if_updates_follow(tmp_path):
     slots = {}
     for update in ("deferred", "backward"):

@@ -90,6 +90,7 @@ def table(request):
             print(f"{name:28}{sizes}   {difference:.1e} to torch.optim.AdamW, 0 to the same arithmetic")
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_states_are_those_of_plain_pytorch(name, tmp_path):
@@ -111,6 +112,7 @@ def test_losses_and_states_are_those_of_plain_pytorch(name, tmp_path):
     TABLE.append((name, stats, max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))))
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "T5"])
@@ -131,6 +133,7 @@ def test_gradient_checkpointing_changes_no_bit(name, use_reentrant, tmp_path):
         assert_within_budget(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2", "T5"])
 def test_generated_tokens_are_those_of_the_plain_model(name, tmp_path):
     case = CASES[name]
@@ -153,6 +156,7 @@ def test_generated_tokens_are_those_of_the_plain_model(name, tmp_path):
 # ---- low-rank adapters ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_train_on_a_frozen_model_that_is_never_written(name, tmp_path):
     peft = pytest.importorskip("peft")

@@ -23,6 +23,7 @@ def trained(directory, step_of=gpt_step, make=tiny_gpt, **config):
         return losses, states_of(engine, model), len(visitors(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options, keeps", [({}, False), ({"max_grad_norm": 0.1}, True)], ids=["backward", "step"])
 def test_backward_updates_visitors_unless_updates_follow_step(options, keeps, tmp_path):
     with training(tiny_gpt, tmp_path, device_memory="320KiB", options=options, **SMALL) as (model, engine, optimizer):
@@ -54,6 +55,7 @@ def test_visitors_have_the_bits_of_records_at_home(tie, dtype, device_memory, tm
     assert_same_states(found[1], states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step_of", [gpt_step, gpt_step_by_layer], ids=["loop", "by layer"])
 def test_visitors_of_several_micro_batches_change_no_bit(step_of, tmp_path):
     options = {"accumulation_steps": 3}
@@ -75,6 +77,7 @@ def retaining(model, optimizer, step, num_micro):
 EIGHT_LAYERS = lambda: GPT(hidden=32, layers=8, heads=4, vocab=61, seq=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step_of, options, device_kib, host_memory",
     [
@@ -106,6 +109,7 @@ def test_more_records_visit_if_their_gradients_need_no_memory(tmp_path):
     assert num["backward"] > num["step"] > 0
 
 
+@pytest.mark.slow
 def test_sums_by_layer_that_do_not_wait_for_step_leave_room_for_visitors(tmp_path):
     num = {
         name: trained(tmp_path / name, gpt_step_by_layer, EIGHT_LAYERS, device_memory="600KiB", options={"accumulation_steps": 3} | options, **SMALL)[2]

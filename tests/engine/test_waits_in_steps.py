@@ -61,6 +61,7 @@ def test_a_wait_for_a_slow_read_names_the_chunk_and_the_bytes(settled):
     assert any(re.fullmatch(pattern, text) for text in said), said
 
 
+@pytest.mark.slow
 def test_a_long_step_is_reported_once(settled, monkeypatch, capsys):
     model, engine, optimizer = settled
     engine.flush()

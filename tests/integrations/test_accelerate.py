@@ -44,6 +44,7 @@ def epoch(accelerator, model, optimizer, loader, scheduler, bound=1.0):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("bound", [0.1, 1.0])
 @pytest.mark.parametrize("micros", [1, 3])
@@ -56,6 +57,7 @@ def test_an_ordinary_loop_trains_as_in_plain_pytorch(micros, bound, tmp_path):
     assert infinity.engine_of(ours[1]).has_started and isinstance(ours[2].optimizer, infinity.AdamW)
 
 
+@pytest.mark.slow
 def test_states_can_be_saved_and_loaded(tmp_path):
     plain = prepared(accelerate.Accelerator)
     expected = [*epoch(*plain), *epoch(*plain)]

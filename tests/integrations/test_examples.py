@@ -24,6 +24,7 @@ def test_at_most_three_lines_are_changed(name):
     assert 0 < changed_lines((FOLDER / "plain" / name).read_text(), (FOLDER / name).read_text()) <= MOST_CHANGED
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", SCRIPTS)

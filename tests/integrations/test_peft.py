@@ -72,6 +72,7 @@ def trainable(model):
     return [param for param in model.parameters() if param.requires_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("order", ["adapters first", "engine first", "init first"])

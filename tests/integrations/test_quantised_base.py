@@ -59,6 +59,7 @@ def expanded(codes, scales, shape):
     return out.view(shape)
 
 
+@pytest.mark.slow
 def test_adapters_over_nf4_have_the_losses_of_plain_pytorch(tmp_path):
     """Adapters in fp32 over a base in bf16, as PEFT makes them, with the base in host memory and on NVMe."""
     plain = llama().bfloat16()
@@ -99,6 +100,7 @@ def save_four_bits(model, path, *, nested):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("window", [0, 1 << 30])
 @pytest.mark.parametrize("nested", [False, True])
@@ -132,6 +134,7 @@ def test_a_damaged_checkpoint_of_bitsandbytes_is_refused(damage, tmp_path):
         infinity.load_safetensors(base, tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True])
 def test_adapters_over_a_checkpoint_have_the_losses_of_bitsandbytes(nested, tmp_path):
     pytest.importorskip("bitsandbytes")

@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_norms_equal_those_of_a_plain_trainer(case, tmp_path):
@@ -51,6 +52,7 @@ def test_losses_and_norms_equal_those_of_a_plain_trainer(case, tmp_path):
     assert infinity.engine_of(found.model).has_started
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_like_an_uninterrupted_one(tmp_path):
     kind = offloaded(transformers.Trainer, engine_config(tmp_path))
     options = {"save_strategy": "epoch", "neftune_noise_alpha": 5.0}
@@ -66,6 +68,7 @@ def test_a_resumed_run_continues_like_an_uninterrupted_one(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in weights_of(again).items())
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
     options = {"save_strategy": "epoch", "load_best_model_at_end": True}
     expected = run(transformers.Trainer, tmp_path / "plain", **options)

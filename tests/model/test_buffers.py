@@ -47,6 +47,7 @@ def taken(how, config, prepare=lambda model: None):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["offload", "init"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

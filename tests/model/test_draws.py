@@ -20,6 +20,7 @@ INITIALISERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", INITIALISERS)
 def test_values_drawn_later_have_the_bits_of_torch(name, dtype, monkeypatch):

@@ -269,6 +269,7 @@ def with_elements(model):
     return [p for p in model.parameters() if p.numel() and p.requires_grad]
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_unusual_parameters_train_to_the_bits_of_plain_pytorch(kind, tmp_path):
@@ -466,6 +467,7 @@ def add_buffers(model):
 CHANGES = [tie, replace_parameter, register_parameter, replace_module, add_module, remove_module, wrap_module, swap_modules]
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("change", [*CHANGES, add_buffers], ids=lambda change: change.__name__)
 def test_a_model_changed_after_the_start_trains_as_in_plain_pytorch(change, tmp_path):
@@ -473,6 +475,7 @@ def test_a_model_changed_after_the_start_trains_as_in_plain_pytorch(change, tmp_
     train_both(mlp, tmp_path, edit=at(2, change), device_memory="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1])
 @pytest.mark.parametrize("part", ["layers.0", "layers.1", "layers.1.bias"])
@@ -733,6 +736,7 @@ def of_an_output(model):
 HOOKS = [halve, before_forward, first_before_forward, after_forward, of_the_root, before_backward, after_backward, of_an_output]
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("started", [False, True])
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.__name__)
@@ -876,6 +880,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_each_kind_of_checkpoint_has_the_bits_of_plain_pytorch(kind, tmp_path):
@@ -897,6 +902,7 @@ def fused():
     return Model(build, run)
 
 
+@pytest.mark.slow
 def test_an_op_without_room_names_a_sufficient_number_of_bytes(tmp_path):
     """The error has two numbers: bytes that this op lacks, and bytes enough for all ops. After the first number a later op may raise again."""
     least = helpers.least_device_memory(fused, tmp_path, **NVME)
@@ -1120,6 +1126,7 @@ def train_on_ranks(case, directory):
     train_both(make, directory, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_two_ranks_train_to_the_bits_of_plain_pytorch(case, world, tmp_path):

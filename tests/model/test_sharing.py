@@ -142,6 +142,7 @@ def built_inside(make, config):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("taken", [offloaded, built_inside])
 @pytest.mark.parametrize("way", [*ONE_PARAMETER, *SHARED, *STALE], ids=lambda way: way.__name__)

@@ -49,6 +49,7 @@ def other(make=mlp):
 # state_dict
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("make", [mlp, tied_module])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -125,6 +126,7 @@ def test_a_state_dict_between_an_updating_backward_and_step_raises(tmp_path):
 # load_state_dict
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("when", ["before the optimizer", "before the first step", "after steps"])
@@ -170,6 +172,7 @@ def test_a_bf16_engine_takes_loaded_fp32_values_as_its_masters(tmp_path):
             assert not engine.read_state(p)["residual"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_model_that_loads_its_own_state_dict_keeps_its_masters(place, dtype, tmp_path):
@@ -222,6 +225,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -424,6 +428,7 @@ def test_a_copy_of_a_model_is_refused(started, tmp_path):
             copy.deepcopy(model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("dtype, master", [("bf16", "residual"), ("fp16", "master")])
 @pytest.mark.parametrize("then", ["load_state_dict", "write_weight", "save"])

@@ -597,6 +597,7 @@ TILINGS = {  # configuration, number of tiles per large layer
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"tie": True}, {"head_loss": True}], ids=str)
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -680,6 +681,7 @@ def backward(model, optimizer):
     optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize("update", ["backward", "deferred"])
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])

@@ -157,6 +157,7 @@ def spelled_out(shard):
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
@@ -165,6 +166,7 @@ def test_update_has_the_bits_of_the_arithmetic_in_numpy(layout, variant):
     assert shard.clone().update(isa=variant).equals(spelled_out(shard))
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("isa", _adam.isas())
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout[2]], ids=lambda layout: "-".join(map(str, layout)))
@@ -195,6 +197,7 @@ def test_only_a_decoupled_update_changes_weights_and_moments_separately():
         adam_moments((shard.momentum, shard.variance), shard.grad, scalars)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["split", "dithered"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -223,6 +226,7 @@ def test_all_pairs_of_special_values_give_the_right_bits(layout, isa):
     assert shard.clone().update(isa=isa).equals(spelled_out(shard))
 
 
+@pytest.mark.slow
 @pytest.mark.few(14)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
@@ -473,6 +477,7 @@ def test_threads_of_python_share_the_pool():
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_forked_child_makes_its_own_pool():
     shard = Shard(200_000, ("split", torch.bfloat16, True))
     scalars = AdamScalars.of(**HYPER)

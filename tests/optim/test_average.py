@@ -126,6 +126,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_average_has_the_same_fp32_bits_in_every_tier(format, tmp_path):

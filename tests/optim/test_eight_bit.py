@@ -205,6 +205,7 @@ def test_results_have_the_same_bits_in_every_placement(kind, tmp_path):
         assert_same_states(found, states, str(places))
 
 
+@pytest.mark.slow
 def test_losses_are_near_those_of_fp32_moments(tmp_path):
     found = {}
     for dtype, master in (("fp32", "fp32"), ("8bit", "fp32"), ("8bit", "none")):

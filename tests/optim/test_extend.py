@@ -250,6 +250,7 @@ def factored_step(model, optimizer, number):
     return loss.item()
 
 
+@pytest.mark.slow
 def test_adafactor_trains_as_torchs_adafactor(tmp_path):
     torch.manual_seed(0)
     plain = Factored()
@@ -270,6 +271,7 @@ def test_adafactor_trains_as_torchs_adafactor(tmp_path):
     assert sum(chunk.record.moments_nbytes for chunk in states) < sum(chunk.record.numel for chunk in states)  # AdamW: 8 bytes an element
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_factored_moments_train_weights_in_bf16(moments, tmp_path):
@@ -308,6 +310,7 @@ class ScheduleFree(torch.optim.Optimizer):
 SCHEDULE = {"lr": 1e-2, "weight_decay": 0.05}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["nvme", "auto"])
 def test_schedule_free_adamw_trains_and_evaluates_as_its_paper_says(place, tmp_path):

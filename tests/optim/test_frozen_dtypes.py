@@ -187,6 +187,7 @@ def saved_or_loaded(folder, path, name, seed, chunk_mib):
         return states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saved_on, loaded_on", [(2, 1), (1, 3), (3, 2)])
 @pytest.mark.parametrize("name", CODES)

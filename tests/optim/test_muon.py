@@ -82,6 +82,7 @@ def test_muon_has_the_bits_of_torchs_muon_beside_the_same_adamw(tmp_path, monkey
                 assert state.keys() == {"weight", "momentum", "variance"}
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_torchs_muon(tmp_path):
     torch.manual_seed(0)
     plain = tiny_gpt()
@@ -152,6 +153,7 @@ def trained(directory, *, steps=4, make=tiny_gpt, options=None, **config):
         return losses, states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
@@ -194,6 +196,7 @@ class LateUnits(UnitUpdates):
                 segment.copy_(there[name])
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("delay", [0.0, 0.002])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"max_grad_norm": 0.1, "accumulation_steps": 2}])
@@ -214,6 +217,7 @@ def test_updates_that_overlap_have_the_same_bits(places, options, delay, tmp_pat
         assert units[0].most_begun == 2
 
 
+@pytest.mark.slow
 def test_fp16_weights_have_masters_and_a_loss_scale(tmp_path):
     expected, states = trained(tmp_path, dtype="fp16", **DEVICE)
     losses, found = trained(tmp_path, dtype="fp16", **NVME)
@@ -277,6 +281,7 @@ def test_a_stack_of_matrices_has_the_update_of_each_matrix(tmp_path):
             assert_same_bits(engine.read_state(mine)["weight"], theirs.detach(), name)
 
 
+@pytest.mark.slow
 def test_by_layer_equals_the_loop(tmp_path):
     found = []
     for by_layer in (False, True):
@@ -321,6 +326,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
             gpt_step(model, optimizer, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", ["gpt", "uneven"])
 def test_two_ranks_save_and_one_rank_resumes(make, worlds, tmp_path):

@@ -53,6 +53,7 @@ def faint_losses(directory, num_steps=30, **options):
         return losses, engine.stats()
 
 
+@pytest.mark.slow
 def test_fp16_trains_where_unscaled_gradients_flush_to_zero(tmp_path):
     scaled, stats = faint_losses(tmp_path)
     unscaled, _ = faint_losses(tmp_path, loss_scale=LossScale(initial=1.0, growth=1.0))
@@ -61,6 +62,7 @@ def test_fp16_trains_where_unscaled_gradients_flush_to_zero(tmp_path):
     assert stats["num_skipped_steps"] == 0 and stats["loss_scale"] == 2.0**16
 
 
+@pytest.mark.slow
 def test_at_an_overflow_the_scale_shrinks_and_no_byte_changes(tmp_path):
     scale = LossScale(initial=2.0**40, backoff=2.0**-8, interval=3, growth=4.0)
     with training(tiny_gpt, tmp_path, dtype="fp16", options={"loss_scale": scale}, **NVME) as (model, engine, optimizer):
@@ -83,6 +85,7 @@ def test_at_an_overflow_the_scale_shrinks_and_no_byte_changes(tmp_path):
         assert engine.stats()["loss_scale"] == 4 * scales[-1]
 
 
+@pytest.mark.slow
 def test_fp16_has_the_bits_of_the_reference_loop(tmp_path):
     torch.manual_seed(0)
     plain_model = tiny_gpt()

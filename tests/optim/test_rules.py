@@ -55,6 +55,7 @@ def test_a_shard_has_the_same_bits_for_all_parts(name, dtype, moments):
     assert not torch.equal(whole["weight"], shard(rule, dtype, moments_dtype, numel)["weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.8, "dampening": 0.5}])
 def test_sgd_trains_as_torch_optim_does(options, tmp_path):
@@ -70,6 +71,7 @@ def test_sgd_trains_as_torch_optim_does(options, tmp_path):
     assert got == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_lion_computes_the_update_of_its_paper(tmp_path):
     torch.manual_seed(0)
     plain_model = tiny_gpt()
@@ -95,6 +97,7 @@ def test_lion_computes_the_update_of_its_paper(tmp_path):
     assert got == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_users_rule_is_a_small_class(tmp_path):
     class Adagrad(Rule):
         moments = ("sum",)

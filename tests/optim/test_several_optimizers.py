@@ -78,6 +78,7 @@ def trained(make_optimizer, directory, *, steps=4, options=None, by_layer=False,
 # ---- the bits of one optimizer ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("places", [NVME, HOST, DEVICE], ids=["nvme", "host", "device"])
 @pytest.mark.parametrize(
@@ -137,6 +138,7 @@ def test_the_norm_is_that_of_all_parameters(tmp_path):
     assert norms[0] == norms[1] == norms[2] > 0
 
 
+@pytest.mark.slow
 def test_a_scheduler_between_two_steps_changes_the_next_step_only(tmp_path):
     """The engine makes the step in the second step(), with the values of the first one at its own step()."""
 
@@ -162,6 +164,7 @@ def test_a_scheduler_between_two_steps_changes_the_next_step_only(tmp_path):
     assert_same_states(run(make_pair), run(make_one))
 
 
+@pytest.mark.slow
 def test_gradients_of_no_sync_passes_add_up_for_both(tmp_path):
     def run(make):
         model, engine = offloaded(tiny_gpt, tmp_path, **NVME)
@@ -235,6 +238,7 @@ def backward(model, step):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.few(13)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1], ids=["own chunks", "one chunk for both"])
 @pytest.mark.parametrize("order", ["zero_grad before step", "zero_grad after step"])
@@ -266,6 +270,7 @@ def test_zero_grad_without_step_skips_the_step(dtype, places, order, chunk_mib, 
         assert_equals_reference(engine, model, plain_model, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_skips_and_added_groups_fit_updates_that_are_announced(dtype, tmp_path):
@@ -606,6 +611,7 @@ def run_and_save(directory, path, *, make=muon_and_adamw, with_optimizer=lambda 
         return [gpt_step(model, optimizer, step) for step in (2, 3)], states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("saver, loader", [(one_muon, muon_and_adamw), (muon_and_adamw, one_muon)])
 def test_a_checkpoint_of_both_is_that_of_one_muon(saver, loader, tmp_path):
@@ -621,6 +627,7 @@ def test_a_checkpoint_of_both_is_that_of_one_muon(saver, loader, tmp_path):
         assert_same_states(states_of(engine, model), states)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("chunk_mib", [1 / 512, 1 / 64])
 def test_a_checkpoint_of_both_resumes_with_the_same_bits(chunk_mib, tmp_path):

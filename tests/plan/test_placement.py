@@ -640,6 +640,7 @@ def chosen(directory, num=40, size=300, **config):
         return engine.layout.chunk_numel, len(engine.layout.chunks)
 
 
+@pytest.mark.slow
 def test_the_chunk_size_follows_the_budgets(tmp_path):
     ample, _ = chosen(tmp_path)
     tight, _ = chosen(tmp_path, host_memory="8MiB")
@@ -664,6 +665,7 @@ def test_the_chosen_chunk_size_fits_the_room_on_nvme_if_any_does():
     assert 2 < sum(fits) < len(fits)
 
 
+@pytest.mark.slow
 def test_a_budget_below_all_chunk_sizes_is_refused_with_the_least(tmp_path):
     with pytest.raises(BudgetError, match="host_memory=1.0 KiB is too small") as error:
         chosen(tmp_path, host_memory=1024)
@@ -690,6 +692,7 @@ MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(9)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("update", ["backward", "deferred"])

@@ -258,6 +258,7 @@ class Player:
             assert all(self.table.after(span, self.position) <= horizon for span in idle), "a span that no stage needs must be evicted"
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("block", range(8))
 def test_every_plan_keeps_its_promises(block):
@@ -332,6 +333,7 @@ def test_forward_and_backward_make_the_fewest_possible_copies():
             assert num_copies(requests, capacity) == belady_misses(requests, capacity)
 
 
+@pytest.mark.slow
 def test_prefetch_costs_at_most_two_spans_of_room():
     # Belady's minimum has no prefetch. Two prefetched spans leave room for two spans fewer.
     choose = random.Random(1)

@@ -189,6 +189,7 @@ class Work:
         return self.most_begun
 
 
+@pytest.mark.slow
 def test_lanes_lose_no_job_in_any_order_of_threads():
     """A failed job of a thread that pushes would end that thread, so that a job is lacking."""
     begun = [simulated(lambda world, seed=seed: Work(world, seed).run(), seed) for seed in range(NUM_SEEDS)]

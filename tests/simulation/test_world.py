@@ -70,6 +70,7 @@ def test_it_moves_the_bytes_of_a_real_engine(name, tmp_path):
         assert found[link] == pytest.approx(nbytes, rel=0.05 if link in ("h2d", "all_gather", "reduce_scatter") else 0.2), link
 
 
+@pytest.mark.slow
 def test_steps_become_steady_and_repeat(tmp_path):
     first, again = (World(Rates()).run(lambda: play(tmp_path)) for _ in range(2))
     assert first == again
@@ -77,6 +78,7 @@ def test_steps_become_steady_and_repeat(tmp_path):
         assert nbytes == pytest.approx(first[-3][1][link], rel=0.2), link  # a step may put off other updates than the one before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_no_order_of_threads_hangs(seed, tmp_path):
     orders = World(Rates(), seed=seed).run(lambda: play(tmp_path, num_steps=4))
@@ -84,6 +86,7 @@ def test_no_order_of_threads_hangs(seed, tmp_path):
     assert mean_nbytes(orders[2:])["h2d"] == mean_nbytes(in_order[2:])["h2d"]
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_time_of_its_slowest_part(tmp_path):
     world = World(Rates(drive=1e8))
     steps = world.run(lambda: play(tmp_path, num_steps=8))
@@ -94,6 +97,7 @@ def test_a_step_takes_the_time_of_its_slowest_part(tmp_path):
     assert sum(each for each, _ in steps) == pytest.approx(world.compute_seconds, rel=0.05)
 
 
+@pytest.mark.slow
 def test_ranks_have_their_part_of_a_chunk(tmp_path):
     one, eight = (mean_nbytes(World(Rates(), num_ranks=num_ranks).run(lambda: play(tmp_path))[3:]) for num_ranks in (1, 8))
     assert one["all_gather"] == one["reduce_scatter"] == 0
@@ -103,6 +107,7 @@ def test_ranks_have_their_part_of_a_chunk(tmp_path):
     assert eight["update"] == pytest.approx(one["update"] / 8, rel=0.1)
 
 
+@pytest.mark.slow
 def test_every_parameter_of_every_rank_is_updated(tmp_path, monkeypatch):
     updated = []
     kernel = adam._call_kernel
@@ -122,6 +127,7 @@ def test_drives_without_room_are_refused(tmp_path):
         World(Rates(), room_nbytes=1 << 20).run(lambda: play(tmp_path, **NVME))
 
 
+@pytest.mark.slow
 def test_an_engine_left_open_does_not_hang(tmp_path):
     code = f"""
 import sys
@@ -142,6 +148,7 @@ except RuntimeError as error:
     assert "the simulation has ended: close every engine inside" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_takes_no_memory(tmp_path):
     """2.8 billion parameters, 34 GB of records."""
     code = f"""

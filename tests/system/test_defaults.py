@@ -58,6 +58,7 @@ def run(place, folder, dtype=torch.float32, device=None):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "meta"), pytest.param(torch.float64, None, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("place", [pytest.param(name, marks=[] if name in ("nvme", "bf16 moments") else pytest.mark.long) for name in PLACES])

@@ -42,6 +42,7 @@ def file_of(path, nbytes=drives.SCRATCH_NBYTES):
 # ---- measuring ----
 
 
+@pytest.mark.slow
 def test_a_path_is_measured_once_and_its_settings_are_used(paths, monkeypatch):
     real, measured = drives.measure, []
     monkeypatch.setattr(drives, "measure", lambda fd, nbytes: measured.append(real(fd, nbytes)) or measured[-1])
@@ -277,6 +278,7 @@ def test_a_slow_path_gets_its_share_of_the_bytes(paths, by_itself):
         assert back == data
 
 
+@pytest.mark.slow
 def test_two_queues_per_path_keep_the_order_of_overlapping_requests(paths):
     keep(paths[0], num_queues=2, block_nbytes=64 << 10, inflight_nbytes=128 << 10)
     with Swap(paths[:1]) as swap:

@@ -39,6 +39,7 @@ def held(directory):
     return len(our_threads()), threading.active_count(), len(os.listdir("/proc/self/fd")), nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_engines", [6, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("activations", ["auto", pytest.param("nvme", marks=pytest.mark.long)])
 def test_dropped_engines_leave_no_threads_descriptors_or_files(tmp_path, num_engines, activations):
@@ -58,6 +59,7 @@ def test_dropped_engines_leave_no_threads_descriptors_or_files(tmp_path, num_eng
     assert loss.item() >= 0 and "closed" in repr(engine)
 
 
+@pytest.mark.slow
 def test_a_cell_that_offloads_and_trains_can_be_run_again(tmp_path):
     """In the second run, the first model is an uncollected cycle, and names of the first run still refer to its parts."""
     cell = """

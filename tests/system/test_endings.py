@@ -231,6 +231,7 @@ def test_a_successful_program_ends_with_status_0_without_close(nursery, tmp_path
     assert_ended_well(nursery.run(size, tmp_path, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "stage, who, closes",
@@ -264,6 +265,7 @@ def test_programs_end_fifty_times_as_they_should(nursery, tmp_path, stage, who, 
 # ---- ranks that leave ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size, options", [(2, {"closes": True}), (2, {"barrier": True}), (3, {"fewer": 2})], ids=str)
 def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path, size, options):
@@ -278,6 +280,7 @@ def test_unequal_numbers_of_batches_are_an_error_on_every_rank(nursery, tmp_path
         assert f"after step {3 - options['fewer']}" in error and f"in step {4 - options['fewer']}" in error, output
 
 
+@pytest.mark.slow
 def test_equal_numbers_of_batches_are_no_error(nursery, tmp_path):
     assert_ended_well(nursery.run(2, tmp_path, batches=3, barrier=True))
 
@@ -314,6 +317,7 @@ def test_a_killed_rank_is_named_on_all_other_ranks(nursery, tmp_path, size, stag
     assert all("gloo" not in output for _, output in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("size, stage", [(3, "forward"), (2, "construction"), (2, "backward"), (3, "step"), (2, "idle"), (3, "save"), (2, "load")])
 def test_a_killed_rank_0_that_kept_the_store_is_named(nursery, tmp_path, size, stage):

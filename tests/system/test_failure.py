@@ -10,6 +10,7 @@ from infinity.system.threads import Monitor
 SECONDS = 20  # a thread that takes longer counts as hung
 
 
+@pytest.mark.slow
 def test_of_many_failures_at_once_one_is_kept_and_reported():
     for _ in range(50):
         told, errors = [], [OSError(number) for number in range(8)]

@@ -107,6 +107,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make, setting", CASES)
 def test_a_step_that_is_interrupted_has_not_begun_or_has_ended(make, setting, tmp_path):

@@ -1,10 +1,10 @@
 """path_rates: a path that becomes slow is named, measured again at the next start, and gets fewer bytes of new extents."""
 
+import os
 from pathlib import Path
 
 import pytest
-from helpers import memory
-from test_drives import MIB, keep
+from support.helpers import memory
 
 from aio_ext import _aio
 from infinity.system import drives, path_rates
@@ -12,6 +12,7 @@ from infinity.system.path_rates import LOOK_NBYTES, PathRates
 from infinity.system.swap import Swap
 
 PATHS = [Path("a"), Path("b"), Path("c")]
+MIB = 1 << 20
 
 
 def looks(rates, seconds, count=2, nbytes=10**9):
@@ -61,7 +62,9 @@ def test_a_drive_that_becomes_slow_is_named_and_gets_fewer_bytes(paths, monkeypa
     """Injected delays: both paths move 250 MiB/s, then the second one 25 MiB/s."""
     monkeypatch.setattr(path_rates, "LOOK_NBYTES", 16 * MIB)
     for path in paths[:2]:
-        keep(path, nbytes_per_s=250 * MIB)
+        fd = os.open(path, os.O_RDONLY)
+        drives.store(fd, drives.Drive(nbytes_per_s=250 * MIB))
+        os.close(fd)
     with Swap(paths[:2]) as swap:
         extents = [swap.allocate(8 * MIB) for _ in range(4)]
         swap.reserve()

@@ -243,6 +243,7 @@ def test_losses_equal_those_of_one_process(worlds, tmp_path, size, update):
         assert rank["states"] == found[0]["states"]
 
 
+@pytest.mark.slow
 def test_micro_batches_and_clipping_match_one_process(worlds, tmp_path):
     options = {"accumulation_steps": 3, "max_grad_norm": 0.5}
     losses, norms = reference(micros=3, max_grad_norm=0.5)
@@ -251,6 +252,7 @@ def test_micro_batches_and_clipping_match_one_process(worlds, tmp_path):
         assert rank["norms"] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("micros", [1, 3])
 def test_ranks_may_postpone_different_updates(worlds, tmp_path, micros):
@@ -295,6 +297,7 @@ def test_placement_changes_no_bit(worlds, tmp_path, dtype):
     assert 0 < results[len(placements) - 1]["num_promoted"] < results[0]["num_spans"]
 
 
+@pytest.mark.slow
 def test_homes_on_the_device_for_lack_of_nvme_change_no_bit(worlds, tmp_path):
     options = {"dtype": "bf16", "chunk_mib": 1 / 64, "device_memory": "600KiB", "host_memory": "300KiB", "evaluate": True}
     found = [worlds(2).run(train_crowded, tmp_path, drive_nbytes, **options) for drive_nbytes in (1 << 30, 400 << 10, 200 << 10)]
@@ -316,6 +319,7 @@ def test_gradients_without_a_place_on_nvme_change_no_bit(worlds, tmp_path):
     assert [[rank["pass"] for rank in ranks_] for ranks_ in found] == [[False, False], [True, True]]
 
 
+@pytest.mark.slow
 def test_records_leave_the_device_on_all_ranks_if_one_needs_room(worlds, tmp_path):
     ample, tight = (worlds(2).run(grow, tmp_path, capacity) for capacity in (1 << 30, 712 << 10))
     assert tight[0][0] == tight[1][0] == ample[0][0]
@@ -384,6 +388,7 @@ def test_every_rank_holds_and_reads_its_shard_of_every_chunk(worlds, tmp_path, s
     assert max(parts) <= whole / size + 3 * 4096 * len(chunks)  # each segment is rounded up to 4096 bytes
 
 
+@pytest.mark.slow
 def test_collectives_have_one_order_on_all_ranks(worlds, tmp_path):
     for size, update in ((2, "backward"), (2, "deferred"), (4, "backward")):
         found = worlds(size).run(train, tmp_path, checkpoint=True, update=update, **ON_NVME)
@@ -427,6 +432,7 @@ def branches_reference(bias_on, side_on, world, steps=4):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("bias_on, side_on", [((0,), (1,)), ((0, 1), ()), ((1,), (0, 1)), ((), ())])
 @pytest.mark.parametrize("update", ["backward", "deferred"])
@@ -449,6 +455,7 @@ def test_a_gradient_missing_on_one_rank_counts_as_zero(worlds, tmp_path, bias_on
 # ---- building and changing ----
 
 
+@pytest.mark.slow
 def test_models_built_in_init_equal_plain_construction(worlds, tmp_path):
     torch.manual_seed(0)
     plain = {name: param.detach().clone() for name, param in gpt().named_parameters()}
@@ -486,6 +493,7 @@ def test_ranks_that_orthogonalize_matrices_have_the_bits_of_one_rank(worlds, tmp
             assert found == expected, number
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("place", ["nvme", "device"])
 def test_the_average_of_weights_has_the_bits_of_one_rank(worlds, tmp_path, place, one_thread):
@@ -518,6 +526,7 @@ def twins(folder, frozen=None, **changes):
         return states_of(engine, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonfinite", ["skip", pytest.param("raise", marks=pytest.mark.long)])
 def test_a_nan_on_one_rank_is_found_on_all_before_states_change(worlds, tmp_path, nonfinite):
     for rank, (before, after, raised, end) in enumerate(worlds(2).run(poisoned, tmp_path, nonfinite)):
@@ -1016,6 +1025,7 @@ def starting(folder, loser):
         adam.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("loser", [0, 1])
 def test_a_rank_that_cannot_start_ends_all_ranks(tmp_path, loser):

@@ -106,6 +106,7 @@ def test_bytes_come_back(paths, num_paths):
     assert everything_in(*paths) == []
 
 
+@pytest.mark.slow
 def test_parts_of_an_extent_may_be_read_and_written(paths):
     with Swap(paths) as swap:
         swap.allocate(PAGE)
@@ -172,6 +173,7 @@ def test_an_unused_path_gets_no_file(paths):
         assert [len(list(path.glob("infinity-*/*.swap"))) for path in paths] == [1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_read_sees_the_last_write(paths):
     _aio._inject("write", 0, -1, None, every=3, delay=0.005)
     with Swap(paths[:2]) as swap:
@@ -542,6 +544,7 @@ def test_a_second_run_is_refused_without_harm(paths):
     assert everything_in(*paths) == []
 
 
+@pytest.mark.slow
 def test_ranks_of_one_run_share_a_directory_and_two_runs_do_not(paths):
     with Swap(paths[:1], rank=0, world=2, run="a") as first, Swap(paths[:1], rank=1, world=2, run="a") as second:
         for rank, world, run in ((0, 2, "a"), (1, 2, "b"), (2, 3, "b"), (7, 8, "b"), (0, 1, None)):
@@ -657,6 +660,7 @@ KILLS = """
 """
 
 
+@pytest.mark.slow
 def test_files_of_killed_runs_are_removed(paths):
     done = run_python(KILLS, paths[0], 50)
     expected = ["left by the last one: True", "refused: True", "beside the orphan: True", "at the end: []"]
@@ -715,6 +719,7 @@ TERMINATED = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kills", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_sigterm_at_any_moment_of_training_leaves_no_files(paths, num_kills):
     for _ in range(num_kills):

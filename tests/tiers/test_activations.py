@@ -116,6 +116,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_is_restored_with_its_shape_strides_and_bytes(make, view, to_nvme):
@@ -493,6 +494,7 @@ def test_an_extent_is_reused_before_its_last_read_is_over(make):
 # ---- budgets and order ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [3 * N, 4 * N, 7 * N + 1234, 20 * N])
 @pytest.mark.parametrize("to_nvme", [False, True], ids=["host", "nvme"])
 def test_host_memory_stays_within_its_budget_and_all_bytes_are_restored(make, budget, to_nvme):
@@ -625,6 +627,7 @@ def test_prefetched_storages_make_room_for_a_storage_that_is_needed_now(make):
     assert all(is_filled(activations.restore(one), value) for value, one in enumerate(small))
 
 
+@pytest.mark.slow
 def test_a_large_storage_uses_the_memory_of_freed_small_ones(make):
     activations = make(200 * MIB)
     saved = save_many(activations, range(6), 60 * MIB)
@@ -837,6 +840,7 @@ def assert_same_everywhere(make, directory, places=PLACES, **config):
         assert_same_states(got[1], expected[1], place)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RUNS)
@@ -845,6 +849,7 @@ def test_no_bit_depends_on_the_tier_of_activations(tmp_path, everything_moves, n
     assert_same_everywhere(lambda: mlp(8), tmp_path, what=what, options=options, dtype=dtype, **config)
 
 
+@pytest.mark.slow
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", TRAITS)
 def test_models_of_all_kinds_train_with_the_same_bits(tmp_path, everything_moves, name):
@@ -955,6 +960,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(12)
 @pytest.mark.parametrize("place", ["device", *PLACES])
 @pytest.mark.parametrize("far", [False, True], ids=["at once", "after it left"])
@@ -1005,6 +1011,7 @@ def test_activations_are_on_nvme_between_forward_and_backward(tmp_path):
         assert stats["activation_offload"]["nvme_nbytes"] == (21 - BEHIND) * 512 * 64 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [*PLACES, "auto"])
 def test_activations_get_the_host_memory_that_weights_and_states_leave(place, tmp_path):
     """At least a quarter of host_memory. With weights and states on NVMe, most of host_memory: no activation goes to NVMe."""
@@ -1108,6 +1115,7 @@ FAULTS = [  # (call, injected result, errno of the SwapError or None if the engi
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]}")
 def test_one_failed_call_ends_in_the_same_bytes_or_in_a_swap_error(tmp_path, fault):

@@ -238,6 +238,7 @@ def damage_every_read(mode, directory, num_steps):
     return taps[0].told
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_read_of_an_engine_is_checked(mode, tmp_path):
@@ -295,6 +296,7 @@ def damage_once(mode, directory, numbers):
         assert [name for name in everything_in(directory / "harmed") if "/" in name or name.endswith("lock")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_damaged_read_ends_a_run_before_the_bytes_are_used(mode, tmp_path):

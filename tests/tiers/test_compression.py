@@ -129,6 +129,7 @@ def test_zeros_take_no_bytes_and_noise_takes_all_its_bytes(itemsize):
     assert expanded(coded, nbytes, itemsize, MIB) == one
 
 
+@pytest.mark.slow
 @pytest.mark.few(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [-0.0, -1e-3, 0.0, 1e-40, 1e-30, 1e-12, 1e12, 1e30, float("inf"), float("nan")])
@@ -230,6 +231,7 @@ class PlacesOnDrive(OnDrive):
         self.compressor.read(place, buffer).wait()
         return buffer
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_paths", [1, 3])
 def test_a_read_returns_the_written_bytes(paths, num_paths):
@@ -296,6 +298,7 @@ def test_the_first_zeros_of_states_are_not_written(section_nbytes, paths):
         assert drive.read(weights) == weight
 
 
+@pytest.mark.slow
 def test_drives_get_equal_shares_of_compressed_bytes(paths):
     with PlacesOnDrive(paths, 4 * MIB, 2) as drive:
         for place in drive.places:
@@ -404,6 +407,7 @@ def test_other_bytes_than_were_written_are_an_error(paths):
 # ---- in an engine ----
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "dtype, moments, update",

@@ -120,6 +120,7 @@ class LateOnDrive(OnDrive):
         return self.compressor.read(self.place, buffer, what="chunk 3: "), buffer
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num_blocks, num_late", [(0, 1), (24, 1), (24, 2)])
 def test_each_read_replays_late_moments_once(tmp_path, num_blocks, num_late):
@@ -340,6 +341,7 @@ def gradients_of(model, step, unused):
     x.float().square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "host_memory, moments, num_late, written_of_states",
@@ -420,6 +422,7 @@ def trained(directory, choice, *, change=lambda engine, step: None, **config):
         return states_of(engine, model), [chunk.redo.late if chunk.redo else () for chunk in engine.registry.chunks]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("config", [COMPRESSED, POOLED], ids=["nvme", "memory"])
 def test_a_record_changed_after_its_read_is_written_whole(tmp_path, config, one_thread):
@@ -438,6 +441,7 @@ def test_a_record_changed_after_its_read_is_written_whole(tmp_path, config, one_
     assert_same_states(on, off)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["default dtype", "thread", "drives"])
 def test_late_moments_work_with_other_default_dtypes_threads_and_drives(tmp_path, name, one_thread):
@@ -483,6 +487,7 @@ def test_records_of_other_formats_have_no_room_for_a_gradient(tmp_path, changes)
         assert all(chunk.redo is None for chunk in engine.registry.chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make, options", [(infinity.Adam, {"weight_decay": 0.1}), (infinity.SGD, {"momentum": 0.9})])
 def test_other_optimizers_write_whole_records(tmp_path, make, options, one_thread):
     found = {}
@@ -518,6 +523,7 @@ def test_records_on_the_device_keep_no_gradients_in_host_memory(tmp_path, monkey
         assert engine.device_budget.promoted and any(held)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("moments, planned, found", [("fp32", 1, 2), ("bf16", 0, 0)])
 def test_memory_of_rejected_coding_buffers_holds_gradients(tmp_path, monkeypatch, moments, planned, found, one_thread):

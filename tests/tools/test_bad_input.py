@@ -120,6 +120,7 @@ def test_a_filesystem_with_too_little_space_is_refused(tmp_path, monkeypatch):
 # ---- budgets ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -470,6 +471,7 @@ def test_impossible_paths_are_refused_by_all_functions(tmp_path, path):
             reshard(tmp_path / "saved", tmp_path / "other", **({"world": 2} | options))
 
 
+@pytest.mark.slow
 @pytest.mark.few(7)
 @pytest.mark.parametrize(
     "settings",

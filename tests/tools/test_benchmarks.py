@@ -23,6 +23,7 @@ def bench(*arguments):
     return main(["bench", *map(str, arguments), "--repeats", "3", "--sizes", "64KiB", "1MiB"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", ["nc", "cn", "cg", "gc"])
 def test_each_link_is_measured_by_size(paths, tmp_path, link, capsys):
     nvme = ("--swap-dirs", *paths[:2]) if link in ("nc", "cn") else ()
@@ -94,6 +95,7 @@ def test_mistakes_print_one_line(arguments, text, capsys, monkeypatch):
     assert text in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert bench("cg", "--device", "cpu", "--plot", "cg.png") == 0

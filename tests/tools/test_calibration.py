@@ -69,6 +69,7 @@ def searched(rate, noise=0.0, seed=0):
     return rate(found) / max(map(rate, GRID)), len(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("width", [0.002, 0.05, 0.2])
 def test_the_search_finds_any_peak_within_1_percent_and_few_measurements(width):
@@ -87,6 +88,7 @@ def test_settings_stay_if_all_rates_are_equal():
     assert search.search(START, lambda drive: 1e9) == START
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("noise", "least"),
@@ -288,6 +290,7 @@ def slowed(real, by):
     return lambda *arguments, **options: real(*arguments, **options) / (by if next(calls) % 2 else 1)
 
 
+@pytest.mark.slow
 def test_a_figure_that_does_not_repeat_is_named_and_not_written(paths, tmp_path, small, monkeypatch, capsys):
     monkeypatch.setattr(figures, "NUM_ROUNDS", 2)
     monkeypatch.setattr(figures, "NUM_REPEATS", 1)

@@ -149,6 +149,7 @@ def test_the_refusal_of_a_small_budget_names_the_needed_bytes(directory, capsys)
     assert err.startswith("infinity: error: device_memory=1.0 KiB is too small: this model needs ") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_nonfinite_gradient_prints_one_line_with_nonfinite_raise(directory, capsys):
     assert main(["train", *SMALL, "--set", "nonfinite=raise", "--lr", "1e30"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
@@ -246,6 +247,7 @@ def test_train_has_its_own_defaults_for_device_and_dtype_only(directory, monkeyp
             _config(arguments)
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_settings_from_files(directory, capsys):
     (directory / "run").mkdir()
     (directory / "run" / "swap").mkdir()
@@ -437,6 +439,7 @@ def test_ranks_do_not_resume_if_one_finds_no_checkpoint(directory, capsys, monke
     assert "run: the ranks found different checkpoints; all must see the same directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_named_swap_directories_are_used(directory, capsys):
     for name in ("one", "two"):
         (directory / name).mkdir()
@@ -456,6 +459,7 @@ def run_command(*command, **environment):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 def test_the_module_can_be_run():
     done = run_command("-m", "infinity", "train", "--heads", "7")
     assert (done.returncode, done.stdout) == (2, "")

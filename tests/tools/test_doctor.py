@@ -379,6 +379,7 @@ def test_the_readers_return_facts_of_this_machine():
     assert devices.count() == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
+@pytest.mark.slow
 def test_checks_leave_a_directory_unchanged(tmp_path):
     with volumes.scratch(tmp_path) as folder:
         found = [check() for _, check in volumes.checks(tmp_path, folder)]

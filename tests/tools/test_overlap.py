@@ -85,6 +85,7 @@ def test_a_lengthened_copy_counts_its_new_length_and_a_read_its_own():
     assert events.meters["h2d"].busy_seconds == copy.end - start
 
 
+@pytest.mark.slow
 def test_the_remedy_for_noise_brings_efficiencies_between_0_and_1(tmp_path, capsys):
     options = f"--swap-dirs {tmp_path} --balance --chunk-mib 1 --layers 8 --depth 4 --repeats 3 --device cpu --compute-ms 40"
     assert main(["bench", "overlap", *options.split()]) == 0
@@ -171,6 +172,7 @@ def test_the_command_writes_the_report_that_it_prints(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_the_title_of_the_plot_warns_of_noise(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
     titles, title = [], figure.Figure.suptitle
@@ -182,6 +184,7 @@ def test_the_title_of_the_plot_warns_of_noise(tmp_path, monkeypatch):
     assert [" ".join(text.split()) for text in titles] == [overlap.hint_of([row])]
 
 
+@pytest.mark.slow
 def test_the_plot_is_an_image(tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--swap-dirs", str(tmp_path), "--device", "cpu", "--chunk-mib", "0.125", "--depth", "2", "--layers", "3", "--repeats", "1"]

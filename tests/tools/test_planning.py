@@ -64,6 +64,7 @@ def test_a_plan_prints_memory_links_step_and_bottleneck(node, capsys):
     assert "a node: 2 device(s), 2 drive(s)" in out
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("compression, written", [("off", 12), ("auto", 4 + 8 / 3)])
 def test_bytes_per_parameter_of_a_plan_are_those_of_the_design(node, capsys, compression, written):
@@ -96,6 +97,7 @@ def test_a_plan_counts_and_names_compressed_records(node, capsys):
     assert 0.4 < written < 0.55  # also, moments (8 bytes of 12) are written in every third step
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_needs_no_drive(node, capsys):
     status, report = report_of(capsys, node, *SMALL)
     assert status == 0
@@ -125,18 +127,21 @@ def test_the_largest_model_fits_and_a_much_larger_one_does_not(node, capsys):
     assert run(capsys, "--params", f"{1.6 * largest / 1e6:.0f}M")[0] == 1
 
 
+@pytest.mark.slow
 def test_options_override_the_nodes_and_devices_of_the_file(node, capsys):
     _, one = report_of(capsys, node, *SMALL)
     _, more = report_of(capsys, node, *SMALL, "--nodes", "3", "--devices", "4")
     assert (one["world"], more["world"]) == (2, 12)
 
 
+@pytest.mark.slow
 def test_json_and_text_have_the_same_numbers(node, capsys):
     _, out, _ = run(capsys, *SMALL, "--output", str(node / "plan.json"))
     report = json.loads((node / "plan.json").read_text())
     assert f"{report['step_seconds']:.3g} s predicted" in out
 
 
+@pytest.mark.slow
 def test_a_configuration_of_transformers_is_planned(node, capsys):
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512}
@@ -148,6 +153,7 @@ def test_a_configuration_of_transformers_is_planned(node, capsys):
     assert report["num_parameters"] == 2 * 1000 * 256 + 2 * (attention + 3 * 256 * 512 + 2 * 256) + 256
 
 
+@pytest.mark.slow
 def test_adapters_over_a_quantised_base_are_planned(node, capsys):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -190,6 +196,7 @@ _BOTH = {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _VISIO
 _SOUND |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     "kind, name, sizes",
@@ -281,6 +288,7 @@ def test_an_unknown_rate_is_an_error_before_any_work(node, capsys):
     assert "network_gbps" in errors and len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_activations_on_a_cpu_take_host_memory(node, capsys):
     path = node / "cpu.toml"
     path.write_text(config_files.to_toml({"machine": dataclasses.replace(NODE, device="cpu", devices=1).to_table()}))
@@ -309,6 +317,7 @@ def test_a_model_fits_only_if_all_needed_memory_is_there(node, capsys, device, d
     assert fits == {True, False}
 
 
+@pytest.mark.slow
 def test_an_unknown_capacity_is_printed_as_not_known(node, capsys):
     path = node / "unknown.toml"
     drives = tuple(dataclasses.replace(drive, capacity=0) for drive in NODE.drives)
@@ -318,6 +327,7 @@ def test_an_unknown_capacity_is_printed_as_not_known(node, capsys):
     assert json.loads((node / "plan.json").read_text())["memory"]["nvme"]["there"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("hidden", ["1600", "100"])
 def test_the_default_number_of_heads_divides_any_hidden_size(node, capsys, hidden):
@@ -358,6 +368,7 @@ def test_the_largest_model_is_found_in_few_layouts_with_progress(node, capsys, m
     assert tried[-1] > 4e12
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("params", ["100T", "9999T"])
 def test_a_model_beyond_all_tiers_is_refused_by_its_size(node, capsys, params):
@@ -366,6 +377,7 @@ def test_a_model_beyond_all_tiers_is_refused_by_its_size(node, capsys, params):
     assert "weights and states take" in out and "together: add drives or nodes" in out and "the largest GPT that fits has about" in out
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "arguments, nodes",
@@ -379,6 +391,7 @@ def test_a_model_of_too_many_tensors_is_refused_with_the_limit(node, capsys, mon
     assert run(capsys, *SMALL, "--layers", "2")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, monkeypatch):
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     most = largest_parameters(NODE, Config(dtype="bf16"), arguments)

@@ -143,6 +143,7 @@ def test_a_model_that_does_not_fit_names_the_short_memory():
         predict(subject, dataclasses.replace(GPU, drives=(small,)), Config(**NVME))
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_stays_on_the_device():
     prediction = predict(gpt_on_meta(dtype=torch.bfloat16), GPU, Config())
     assert prediction.placement.homes["states"] == (DEVICE,) * len(prediction.layout.chunks)
@@ -158,6 +159,7 @@ def test_records_visit_the_device_memory_that_is_left():
     assert 0 < prediction.memory[DEVICE].activations < prediction.memory[DEVICE].needed <= machine.device_memory
 
 
+@pytest.mark.slow
 def test_a_step_takes_the_time_of_its_longest_link():
     config = Config(param_tier="host", optimizer_state_tier="host", chunk_mib=0.125, device_memory="3MiB")
     few = predict(gpt_on_meta(dtype=torch.bfloat16), dataclasses.replace(GPU, h2d_gbps=0.01, copy_latency_us=0.0), config)
@@ -208,6 +210,7 @@ def test_more_nodes_have_more_drives():
     assert seconds[0] > 1.5 * seconds[1] > 1.5 * 1.3 * seconds[2]
 
 
+@pytest.mark.slow
 def test_a_prediction_repeats_exactly():
     config = Config(**NVME, device_memory="3MiB", host_memory="6MiB", chunk_mib=0.125)
     first, again = (predict(gpt_on_meta(dtype=torch.bfloat16), GPU, config) for _ in range(2))

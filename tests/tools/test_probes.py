@@ -36,6 +36,7 @@ def flip_a_byte(file, offset=5):
         os.fsync(opened.fileno())
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("nbytes", [4096, 256 << 10, MIB])
