@@ -82,7 +82,7 @@ def calibrate(arguments) -> int:
                 print(f"\ntokens per step of a GPT with all states on NVMe: {tokens_that_hide(machine)}")
                 print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
                 num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-                if ranks.world == 1 < num_gpus:
+                if num_gpus > 1 and not ranks.are_several:
                     command = f"torchrun --nproc-per-node {num_gpus} -m infinity calibrate ..."
                     print(f"\none of {num_gpus} GPUs was measured: `{command}` measures all of them at once, and their collectives")
     return 0
