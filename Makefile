@@ -86,7 +86,7 @@ sanitize-thread: build
 define sanitized
 rm -f build/.extensions
 INFINITY_SANITIZE=$(1) $(PY) setup.py --quiet build_ext --inplace --force
-LD_PRELOAD="$(foreach library,$(2),$$($(CC) -print-file-name=$(library)))" $(3) $(PY) -m pytest $(4) $(TESTS); \
+LD_PRELOAD="$(foreach library,$(2),$$($(CC) -print-file-name=$(library)))" $(3) $(PY) -m pytest -m "not long" $(4) $(TESTS); \
 status=$$?; $(PY) setup.py --quiet build_ext --inplace --force && touch build/.extensions; exit $$status
 endef
 

@@ -427,6 +427,8 @@ static void submit_batch(Core *core, int count)
 /* Fails all requests after an error of the context. io_destroy has waited for the kernel, so no transfer is in flight. */
 static void fail_all(Core *core, int code)
 {
+    if (core->stats.inflight_nbytes)
+        core->stats.busy_ns += aio_now_ns() - core->busy_since_ns;
     core->stats.inflight_nbytes = core->stats.inflight_write_nbytes = 0;
     core->num_inflight_writes = 0;
     while (core->oldest) {

@@ -52,7 +52,7 @@ struct request {
 typedef struct {
     uint64_t read_nbytes, write_nbytes, num_reads, num_writes, num_blocks, num_repeats, num_errors, num_wakeups, num_submits;
     size_t queued_nbytes, inflight_nbytes, inflight_write_nbytes, peak_inflight_nbytes;
-    int64_t submit_ns, cpu_ns, busy_ns; /* busy: while the kernel has a block */
+    int64_t submit_ns, cpu_ns, busy_ns; /* busy: while there are bytes in flight */
 } Stats;
 
 typedef struct {
@@ -72,7 +72,7 @@ typedef struct {
     int asleep, closing, exited, joined;
     int broken; /* the errno that made the context unusable; 0: none */
     int num_inflight_writes; /* blocks */
-    int64_t busy_since_ns;   /* while there are bytes in flight */
+    int64_t busy_since_ns;   /* valid while there are bytes in flight */
     Stats stats;
 
     struct block *blocks; /* an array of `depth` elements */

@@ -151,7 +151,13 @@ def main() -> int:
             print("row " + json.dumps(work()), flush=True)
         os._exit(0)  # a row's swap files are gone with its directory
     before = json.loads(options.json.read_text()) if options.json and options.json.exists() and options.json.stat().st_size else {}
+    if before and "machine" not in before:
+        parser.error(f"--json {options.json}: the file is of another bench; name another one")
     machine = Machine.load(options.machine) if options.machine else Machine.from_table(before["machine"]) if before else None
+    if before and machine.to_table() != before["machine"]:
+        parser.error(f"--json {options.json}: its rows are of another machine than --machine; name another file")
+    if options.measure_only and not options.json:
+        parser.error("--measure-only: name a file for the rows with --json")
     if options.predict_only and machine is None:
         parser.error("--predict-only: name a machine with --machine")
     kind = machine.device if machine else "cuda" if torch.cuda.is_available() else "cpu"

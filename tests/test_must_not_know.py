@@ -158,7 +158,6 @@ def test_each_phrase_of_must_not_know_has_a_meaning(package):
     assert phrases_of(package) and not [phrase for phrase in phrases_of(package) if phrase not in FORBIDDEN]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", [*packages()])
 def test_a_package_does_not_use_things_that_it_must_not_know(package):
     found, places = uses(package)
@@ -166,7 +165,6 @@ def test_a_package_does_not_use_things_that_it_must_not_know(package):
     assert not wrong, f"{package} must not know {', '.join(phrases_of(package))}:\n" + "\n".join(wrong)
 
 
-@pytest.mark.slow
 def test_each_exception_is_still_needed():
     found = Counter()
     for package in packages():

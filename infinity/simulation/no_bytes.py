@@ -85,7 +85,7 @@ class NoBytes(TorchDispatchMode):
     ):
         super().__init__()
         self._spend, self._kept_nbytes, self._allocated, self._read = spend, kept_nbytes, allocated, read
-        self._known: dict[tuple, _Known] = {}  # of earlier operations
+        self._known: dict[tuple, tuple[object, int]] = {}  # nested `_Shape`s and floating-point operations of earlier operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -97,16 +97,18 @@ class NoBytes(TorchDispatchMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._is_large, tensors)):
             return self._small(func, args, kwargs, tensors)
-        key = func, _key_of(args), _key_of(tuple(kwargs.items()))
-        known = self._known.get(key)
-        if known is None:
-            results = None if does.writes else _on_meta(func, args, kwargs, tensors)
-            known = self._known[key] = _Known(results, None)
-        results = kwargs.get("out", args[0]) if does.writes else self._results(known.results, tensors)
-        if known.flops is None:
-            known = self._known[key] = _Known(known.results, does.flops(*args, **kwargs, out_val=results))
+        if does.writes:  # not remembered: scalars differ in each call
+            results = kwargs.get("out", args[0])
+            flops = does.flops(*args, **kwargs, out_val=results)
+        else:
+            key = func, _key_of(args), _key_of(tuple(kwargs.items()))
+            shapes, flops = self._known.get(key) or (_on_meta(func, args, kwargs, tensors), None)
+            results = self._results(shapes, tensors)
+            if flops is None:
+                flops = does.flops(*args, **kwargs, out_val=results)
+                self._known[key] = (shapes, flops)
         used = {id(tensor): tensor.nbytes for tensor in (*tensors, *_tensors((results,)))}
-        self._spend(Spent(known.flops, sum(used.values()), does.kind))
+        self._spend(Spent(flops, sum(used.values()), does.kind))
         return results
 
     def _small(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
@@ -159,7 +161,7 @@ def _mapped(shape: _Shape) -> torch.Tensor:
 
 
 class _Does(NamedTuple):
-    """views: the result is a view. makes: a tensor, of no tensor. writes: the one result is `out`, or the first argument, as of add_.
+    """views: the result is a view. makes: the operation is a factory. writes: the one result is `out`, or the first argument, as of add_.
     flops(*arguments, out_val=results): floating-point operations. kind: see `Spent`."""
 
     views: bool
@@ -167,13 +169,6 @@ class _Does(NamedTuple):
     writes: bool
     flops: Callable[..., int]
     kind: str
-
-
-class _Known(NamedTuple):
-    """What an operation on operands of some shapes returns: nested `_Shape`s, or None if it writes. flops: None if not counted yet."""
-
-    results: object
-    flops: int | None
 
 
 @functools.cache

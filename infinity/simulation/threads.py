@@ -16,11 +16,9 @@ import functools
 import gc
 import heapq
 import itertools
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
@@ -169,23 +167,14 @@ class SimulatedThreads:
 
 @contextlib.contextmanager
 def _little_overhead() -> Iterator[None]:
-    """One thread runs at a time, so one core is enough: a thread then takes over in less time. Small tensors are real, but too small for threads
-    of PyTorch, which would spin between operations. Garbage is collected less often, because a run keeps most objects."""
+    """Small tensors are real, but too small for threads of PyTorch, which would spin between operations. Garbage is collected less often, because
+    a run keeps most objects."""
     with contextlib.ExitStack() as undo:
         undo.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         undo.callback(gc.set_threshold, *gc.get_threshold())
         gc.set_threshold(*GC_THRESHOLDS)
-        if hasattr(os, "sched_setaffinity"):
-            undo.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {_present_core()})
         yield
-
-
-def _present_core() -> int:
-    """The core on which this thread runs, which no other busy process has."""
-    fields = Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()
-    return int(fields[36])
 
 
 class _Line:

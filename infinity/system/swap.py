@@ -307,6 +307,7 @@ class Swap:
     def _submit(self, op: str, extent: Extent, buffer, offset: int, priority: int, what: str) -> tuple[list[tuple[aio_ext.Ticket, Path]], int]:
         """Hand a read or a write to the queues. Returns a ticket and a path for each stripe, and the number of bytes."""
         self._check_usable(reserved=True)
+        self._measure_paths()  # before this transfer begins, because it takes a moment
         view = memoryview(buffer)
         if view.ndim != 1 or view.format != "B":
             view = view.cast("B")
@@ -335,21 +336,23 @@ class Swap:
             start += stripe.nbytes
         with self._lock:
             self._moved[op] += view.nbytes
-            slow = self._slow_paths() if self._rates.is_due(sum(self._moved.values())) else []
-        for path, remark in slow:
-            self._directories[path].forget_drive()
-            if self._says:
-                say(str(remark))
         return parts, view.nbytes
 
-    def _slow_paths(self) -> list[tuple[int, swap_paths.Remark]]:
-        """See [Note: a path that becomes slow] in path_rates.py. A path's queues work side by side."""
-        counters = []
-        for directory in self._directories:
-            each = [queue.stats() for queue in directory.queues]
-            nbytes = sum(stats["read_nbytes"] + stats["write_nbytes"] for stats in each)
-            counters.append((nbytes, max((stats["busy_seconds"] for stats in each), default=0.0)))
-        return self._rates.look(counters)
+    def _measure_paths(self) -> None:
+        """See [Note: a path that becomes slow] in path_rates.py. A path's queues work side by side. Rank 0 speaks for all ranks."""
+        with self._lock:
+            if not self._rates.is_due(sum(self._moved.values())):
+                return
+            counters = []
+            for directory in self._directories:
+                each = [queue.stats() for queue in directory.queues]
+                nbytes = sum(stats["read_nbytes"] + stats["write_nbytes"] for stats in each)
+                counters.append((nbytes, max((stats["busy_seconds"] for stats in each), default=0.0)))
+            slow = self._rates.measure(counters)
+        for path, remark in slow if self._says else ():
+            self._directories[path].forget_drive()
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed: no reason to fail a transfer
+                say(str(remark))
 
     def _check_space(self) -> None:
         """Check that all ranks of this node fit, each with as much as this one. Space that other ranks have reserved counts as available."""

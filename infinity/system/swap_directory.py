@@ -150,7 +150,7 @@ class Directory:
 
     def forget_drive(self) -> None:
         """The next start measures the drive again."""
-        with contextlib.suppress(OSError):  # another rank, or a person, may have removed the file
+        with contextlib.suppress(OSError), guard(self.path):  # a person may have removed the file, or may not let us
             os.unlink(self.path / drives.CACHE_NAME)
 
     def remove_file(self) -> None:

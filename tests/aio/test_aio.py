@@ -71,7 +71,6 @@ def plug(queue, fd, seconds=0.3):
 # ---- bytes ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block_nbytes, inflight_nbytes, depth", [(4096, 1, 1), (4096, 64 << 10, 64), (1 << 20, 8 << 20, 64)])
 def test_aligned_sizes_arrive_on_a_direct_file(direct, block_nbytes, inflight_nbytes, depth):
     fd, _ = direct()
@@ -373,7 +372,6 @@ def test_a_full_filesystem_is_an_error(tmp_path):
 # ---- refusals of the kernel ----
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("result", [-errno.EAGAIN, -errno.EINTR, 0, 1], ids=["EAGAIN", "EINTR", "nothing", "partial"])
 def test_a_thousand_refused_submits_lose_nothing(direct, result):

@@ -59,7 +59,6 @@ def test_every_short_length_at_every_alignment(crc32c):
         assert [crc32c(data[start : start + nbytes]) for nbytes in range(601)] == expected
 
 
-@pytest.mark.slow
 @ways
 def test_lengths_near_whole_rounds_and_random_lengths(crc32c):
     data = memoryview(random.randbytes(200_000))

@@ -188,7 +188,6 @@ def recorded(tmp_path, made_before):
     return recorder, states
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_images", [60, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize("made_before", [True, False], ids=["directory there", "directory made"])

@@ -405,7 +405,6 @@ def test_each_failed_call_ends_the_checkpoint_and_is_not_repeated(run, tmp_path,
     print(f"{name}: {len(met)} times: {met}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code, times", [pytest.param("EIO", 1, marks=pytest.mark.long), ("ENOSPC", -1)])
 def test_each_failed_write_ends_the_checkpoint(run, tmp_path, code, times):
     target, nth = tmp_path / "target", 0
@@ -430,7 +429,6 @@ def test_each_failed_write_ends_the_checkpoint(run, tmp_path, code, times):
     assert nth == 8 and on_disk(target) == (run.step, run.digest())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("missing", [512, *(pytest.param(missing, marks=pytest.mark.long) for missing in (4096, 0.5, 0.0))])
 def test_each_short_write_is_completed_or_ends_the_checkpoint(run, tmp_path, missing):
     target = tmp_path / "target"

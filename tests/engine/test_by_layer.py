@@ -28,7 +28,6 @@ def run(directory, by_layer, *, num_steps=4, make=Chain, **config):
         return losses, states_of(engine, model)
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("places", [NVME, {"param_tier": "device", "optimizer_state_tier": "device"}, {"param_tier": "host", "optimizer_state_tier": "nvme"}], ids=str)
 @pytest.mark.parametrize(

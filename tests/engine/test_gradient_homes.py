@@ -80,7 +80,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -31,7 +31,7 @@ class Fault:
 
     def __init__(self, chance):
         self.kind, self.first = chance.choice(self.KINDS), chance.randrange(MOST_TRANSFERS)
-        self._chance, self.num_failed = random.Random(chance.random()), 0
+        self._chance, self.failed = random.Random(chance.random()), []
 
     def fails(self, number):
         if self.kind == "one fails":
@@ -40,7 +40,7 @@ class Fault:
             failed = number >= self.first and self._chance.random() < 0.1
         else:
             failed = "dies" in self.kind and number >= self.first
-        self.num_failed += failed
+        self.failed += [number] * failed
         return failed
 
     @property
@@ -70,7 +70,7 @@ def play(seed, directory, undisturbed):
         with simulated_world(chance.random(), **fault.drive) as (world, _):
             found, after = world.run(lambda: train(directory, **TRAININGS[name]))
     except infinity.SwapError as error:
-        assert fault.num_failed and "fails" in str(error), (seed, name, fault.kind)
+        assert any(f"transfer {number} fails" in str(error) for number in fault.failed), (seed, name, fault.kind, error)
         return fault.kind, "refused"
     assert found == losses, (seed, name, fault.kind)
     assert_same_states(after, states, f"seed {seed}: {name}, {fault.kind}")

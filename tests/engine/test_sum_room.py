@@ -167,7 +167,6 @@ def test_sums_leave_room_for_a_large_first_segment(gauge, large_first_segment, t
     assert large_first_segment.num_failures == 0
 
 
-@pytest.mark.slow
 def test_a_step_that_lacked_room_for_the_first_segment_can_be_repeated(gauge, large_first_segment, tmp_path):
     """The backward pass takes far more than the forward pass. After the failure, no forecast counts any more."""
     large_first_segment.forward, large_first_segment.backward = 0, 600 << 10
