@@ -16,6 +16,7 @@ from infinity.config import Config, command_layers
 from infinity.errors import BudgetError, ConfigError, UsageError
 from infinity.output import check_file, check_plot, give, pyplot
 from infinity.simulation.threads import Deadlock
+from infinity.system.capacity import num_cores
 from infinity.tools.machine import Machine
 from infinity.tools.predict import formulas
 from infinity.tools.predict.largest_model import largest_parameters, require_place
@@ -103,6 +104,7 @@ def _machine(arguments) -> Machine:
             )
     given = {name: getattr(arguments, name) for name in ("nodes", "devices")}
     machine = dataclasses.replace(Machine.load(path), **{name: value for name, value in given.items() if value is not None})
+    machine = dataclasses.replace(machine, cores=machine.cores or num_cores())  # counted before `_use_one_core`
     machine.require_rates()
     return machine
 
