@@ -96,7 +96,7 @@ class NoBytes(TorchDispatchMode):
             return self._made(func, args, kwargs)
         tensors = list(_tensors((*args, *kwargs.values())))
         if not any(map(self._is_large, tensors)):
-            return self._small(func, args, kwargs, tensors)
+            return self._small(func, does, args, kwargs, tensors)
         if does.writes:  # not remembered: scalars differ in each call
             results = kwargs.get("out", args[0])
             flops = does.flops(*args, **kwargs, out_val=results)
@@ -111,13 +111,12 @@ class NoBytes(TorchDispatchMode):
         self._spend(Spent(flops, sum(used.values()), does.kind))
         return results
 
-    def _small(self, func, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
+    def _small(self, func, does: _Does, args: tuple, kwargs: dict, tensors: list[torch.Tensor]):
         """An operation without a large operand."""
         if func is _aten._local_scalar_dense.default:
             self._read()
         found = func(*args, **kwargs)
         if tensors:
-            does = _what(func)
             self._spend(Spent(does.flops(*args, **kwargs, out_val=found), sum(tensor.nbytes for tensor in tensors), does.kind))
         for tensor in _tensors((found,)):
             if self._is_large(tensor):

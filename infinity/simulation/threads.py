@@ -1,6 +1,7 @@
 """Simulated threads: one runs at a time, in an order that a seed decides, on a virtual clock.
 
-Knows threads that wait for monitors, locks and times. Must not know lanes or their work. See `using` in infinity/system/threads.py.
+Knows threads that wait for monitors, locks and times, and the settings of the process that slow a run down. Must not know lanes or their
+work. See `using` in infinity/system/threads.py.
 """
 
 # [Note: simulated threads]

@@ -20,7 +20,7 @@ MEASURED_NBYTES = 4 << 30  # per path, between two measurements
 
 
 class PathRates:
-    """weights: of the paths, in any unit. `weights` are lower for paths that are slow now."""
+    """weights: bytes a second of the paths, or equal numbers. The attribute `weights` has lower numbers for paths that are slow now."""
 
     def __init__(self, paths: Sequence[Path], weights: Sequence[float]):
         self.weights = list(weights)
