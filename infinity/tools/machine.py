@@ -39,13 +39,15 @@ class DriveRates:
     """Bytes for swap files; 0 if unknown."""
     endurance: int = 0
     """Bytes that may be written in the drive's life (TBW); 0 if unknown."""
+    unsure: tuple[str, ...] = ()
+    """Names of rates that differed between the rounds of `infinity calibrate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One node, or several equal nodes. Sizes in bytes; files may have "141 GB". Rates of links in 10^9 bytes per second. `h2d_gbps`: one
-    device alone. `h2d_all_gbps`: each device while all devices of a node copy. `host_gbps`: a node. A rate is None if it was not measured, or
-    if `infinity calibrate` found no value that repeats. Files leave such a rate out."""
+    device alone. `h2d_all_gbps`: each device while all devices of a node copy. `host_gbps`: a node. A rate is None if it was not measured.
+    Files leave such a rate out. `unsure`: names of rates and times that differed between the rounds of `infinity calibrate`."""
 
     name: str = ""
     nodes: int = 1
@@ -81,6 +83,7 @@ class Machine:
     gather_latency_us: float = 20.0
     op_overhead_us: float = 0.0
     """Time of the training thread per op. On CUDA the whole time, because the device computes meanwhile. On the CPU only the engine's part."""
+    unsure: tuple[str, ...] = ()
     drives: tuple[DriveRates, ...] = ()
 
     def __post_init__(self):
@@ -103,6 +106,11 @@ class Machine:
     def world(self) -> int:
         """Number of devices of all nodes."""
         return self.nodes * self.devices
+
+    @property
+    def unsure_names(self) -> list[str]:
+        """The unsure figures of the machine and its drives."""
+        return [*self.unsure, *(f"{name} of {drive.path or 'a drive'}" for drive in self.drives for name in drive.unsure)]
 
     def require_rates(self) -> None:
         """Raise ConfigError if a rate that predictions need is unknown."""
@@ -162,7 +170,9 @@ class Machine:
 
         def known(value) -> dict:
             fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value) if field.name != "drives"]
-            return {field.name: each for field, each in fields if each is not None and not (field.name.endswith("_us") and repr(each) == repr(field.default))}
+            fields = [(field, list(each) if field.name == "unsure" else each) for field, each in fields]
+            left_out = {field.name for field, each in fields if field.name.endswith("_us") and repr(each) == repr(field.default)}
+            return {field.name: each for field, each in fields if each not in (None, []) and field.name not in left_out}
 
         return known(self) | {"drives": [known(drive) for drive in self.drives]}
 
@@ -193,9 +203,19 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
                 raise ConfigError("expected a rate above zero; got 0")
             elif field.type == "str" and field.name != "device" and not isinstance(given, str):
                 raise ConfigError(f"expected text; got {given!r}")
+            elif field.name == "unsure":
+                object.__setattr__(value, "unsure", _names(given, value))
         except ConfigError as error:
             problems.append(f"{where}: {field.name}: {error}")
     return problems
+
+
+def _names(given, value) -> tuple[str, ...]:
+    """Names of figures in `value`, from a list."""
+    figures = [field.name for field in dataclasses.fields(value) if field.type.startswith("float")]
+    if not isinstance(given, (list, tuple)) or not set(given) <= set(figures):
+        raise ConfigError(f"expected a list with names of {', '.join(figures)}; got {given!r}")
+    return tuple(given)
 
 
 def _check_names(cls, content: Mapping, where: str) -> list[str]:

@@ -43,6 +43,8 @@ def random_machine(draw):
             return draw.choice([5e-324, 0.1 + 0.2, 1.7976931348623157e308, ordinary, draw.randrange(1, 1000)])
         if field.type == "int":
             return draw.choice([1024, draw.randrange(1024, 2**63), 10**30])
+        if field.name == "unsure":
+            return ()
         return draw.choice(["", "a b", '"\\\n\x7f', "ü/日本😀", "[machine]", "#"])
 
     def of(cls, **others):
@@ -62,6 +64,12 @@ def test_a_file_restores_the_machine_with_the_same_bits(tmp_path):
                 if field.name != "drives":
                     assert bits(getattr(one, field.name)) == bits(getattr(other, field.name))
                     assert type(getattr(one, field.name)) is type(getattr(other, field.name))
+
+
+def test_a_file_keeps_the_names_of_unsure_figures(tmp_path):
+    machine = Machine.from_table(LEAST | {"unsure": ["h2d_gbps"], "drives": [DRIVE | {"unsure": ["read_gbps", "write_gbps"]}]})
+    assert Machine.load(written(machine, tmp_path / "machine.toml")) == machine
+    assert machine.unsure_names == ["h2d_gbps", "read_gbps of a drive", "write_gbps of a drive"]
 
 
 def test_sizes_are_bytes_and_drives_add_up():

@@ -11,6 +11,7 @@ Knows directories, the output and the file. Must not know how bytes move (probes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import platform
@@ -32,7 +33,7 @@ from infinity.system import drives
 from infinity.tools.doctor.system import read_memory_limit
 from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.measure import probes
-from infinity.tools.measure.calibration_report import calibration_report, calibration_text, calibration_warnings
+from infinity.tools.measure.calibration_report import calibration_report, calibration_text, calibration_warnings, is_busy
 from infinity.tools.measure.drive_tuning import TunedDrive, probe_in, tune_drives
 from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.measure.link_rates import measure_links
@@ -71,9 +72,10 @@ def calibrate(arguments) -> int:
         ranks.barrier()
         links = measure_links(device, ranks, progress)
         if ranks.is_first:
-            machine = _machine(device, ranks.world, found, links, known)
+            num_busy = others.num_cores() if not ranks.are_several else 0.0
+            machine = _machine(device, ranks.world, found, links, known, is_busy=is_busy(num_busy))
             progress.finish()
-            warned = calibration_warnings(found, links, others.num_cores() if not ranks.are_several else 0.0)
+            warned = calibration_warnings(machine, found, links, num_busy)
             give(calibration_report(output, machine, found, links, warned), calibration_text(found, links, ranks.world), arguments.json)
             for text in warned:
                 print(f"infinity: warning: {text}", file=sys.stderr)
@@ -88,51 +90,56 @@ def calibrate(arguments) -> int:
     return 0
 
 
-def _machine(device: torch.device, world: int, found: list[TunedDrive], links: dict[str, Figure], known: Machine | None) -> Machine:
-    """The figures that repeat, as a Machine. All other values are those of `known`, from the earlier file."""
+def _machine(
+    device: torch.device, world: int, found: list[TunedDrive], links: dict[str, Figure], known: Machine | None, *, is_busy: bool = False
+) -> Machine:
+    """The figures as a Machine. Values that were not measured are those of `known`, from the earlier file. is_busy: other processes used the
+    cores, and no figure is sure."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
-    if known and world == 1 < known.devices:  # one process measures one of several devices
+    if several_known := known is not None and world == 1 < known.devices:  # one process measures one of several devices
         kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
-    measured = {
-        "device_tflops": links["product"].written(1e12),
-        "attention_tflops": links["attention"].written(1e12) if "attention" in links else None,
-        "device_gbps": links["device_memory"].written(1e9) if "device_memory" in links else None,
-        "device_update_gparams": links.get("device_update", links["update"]).written(1e9),
-        "host_gbps": links["memory"].written(1e9),
-        "update_gparams": links["update"].written(1e9),
-        "h2d_gbps": links["h2d"].written(1e9),
-        "d2h_gbps": links["d2h"].written(1e9),
-        "h2d_all_gbps": links.get("h2d_all", links["h2d"]).written(1e9),
-        "d2h_all_gbps": links.get("d2h_all", links["d2h"]).written(1e9),
-        "gather_gbps": links["gather"].written(1e9) if "gather" in links else 0.0,
-        "copy_latency_us": links["copy_s"].written(1e-6),
-        "op_overhead_us": links["op_s"].written(1e-6),
-        "gather_latency_us": links["gather_s"].written(1e-6) if "gather_s" in links else None,
+    fields = {
+        "device_tflops": ("product", 1e12),
+        "attention_tflops": ("attention", 1e12),
+        "device_gbps": ("device_memory", 1e9),
+        "device_update_gparams": ("device_update" if "device_update" in links else "update", 1e9),
+        "host_gbps": ("memory", 1e9),
+        "update_gparams": ("update", 1e9),
+        "h2d_gbps": ("h2d", 1e9),
+        "d2h_gbps": ("d2h", 1e9),
+        "h2d_all_gbps": ("h2d_all" if "h2d_all" in links else "h2d", 1e9),
+        "d2h_all_gbps": ("d2h_all" if "d2h_all" in links else "d2h", 1e9),
+        "gather_gbps": ("gather", 1e9),
+        "copy_latency_us": ("copy_s", 1e-6),
+        "op_overhead_us": ("op_s", 1e-6),
+        "gather_latency_us": ("gather_s", 1e-6),
     }
+    left_out = _OF_SEVERAL if several_known else ()
+    measured = {name: (links[link], unit) for name, (link, unit) in fields.items() if link in links and name not in left_out}
     # Figures of another type of device do not apply.
-    earlier = _figures_of(known, measured) if known and known.device == device.type else {}
+    figures = _chosen(measured, known if known and known.device == device.type else None, is_busy)
     return Machine(
-        **earlier | {name: value for name, value in measured.items() if value is not None} | {"devices": world} | kept,
+        **figures | {"devices": world} | kept,
         device=device.type,
         device_memory=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else memory // 4,  # the default of an engine on the CPU
         cores=len(os.sched_getaffinity(0)),
         host_memory=memory,
-        drives=_drive_rates(found, known),
+        drives=_drive_rates(found, known, is_busy),
     )
 
 
-def _drive_rates(found: list[TunedDrive], known: Machine | None) -> tuple[DriveRates, ...]:
+def _drive_rates(found: list[TunedDrive], known: Machine | None, is_busy: bool) -> tuple[DriveRates, ...]:
     before = {drive.path: drive for drive in known.drives} if known else {}
     sharers = Counter(os.stat(each.path).st_dev for each in found)
     rates = []
     for each in found:
         status, earlier = os.statvfs(each.path), before.get(str(each.path))
-        measured = {f"{mix}_gbps": figure.written(1e9) for mix, figure in each.together.items()}
+        measured = {f"{mix}_gbps": (figure, 1e9) for mix, figure in each.together.items()}
         rates.append(
             DriveRates(
                 path=str(each.path),
-                **_figures_of(earlier, measured) | {name: value for name, value in measured.items() if value is not None},
+                **_chosen(measured, earlier, is_busy),
                 capacity=status.f_bavail * status.f_frsize // sharers[os.stat(each.path).st_dev],
                 endurance=earlier.endurance if earlier else 0,
             )
@@ -140,8 +147,23 @@ def _drive_rates(found: list[TunedDrive], known: Machine | None) -> tuple[DriveR
     return tuple(rates)
 
 
-def _figures_of(value, names) -> dict[str, float]:
-    return {name: getattr(value, name) for name in names} if value is not None else {}
+def _chosen(measured: dict[str, tuple[Figure, float]], before: Machine | DriveRates | None, is_busy: bool) -> dict:
+    """The fields of a Machine or of DriveRates, with the names of the unsure ones. measured: figures with their units. Sure values of
+    `before`, from the earlier file, are kept instead of unsure ones."""
+    values, unsure = {}, [] if before is None else [name for name in before.unsure if name not in measured]
+    for name, (figure, unit) in measured.items():
+        values[name] = figure.written(unit)
+        if is_busy or not figure.repeats:
+            earlier = getattr(before, name, None)
+            if earlier is not None and earlier != _default(before, name) and name not in before.unsure:
+                values[name] = earlier
+            else:
+                unsure.append(name)
+    return values | {"unsure": tuple(unsure)}
+
+
+def _default(value: Machine | DriveRates, name: str) -> float | None:
+    return next(field.default for field in dataclasses.fields(value) if field.name == name)
 
 
 def tokens_that_hide(machine: Machine) -> str:
@@ -154,7 +176,7 @@ def tokens_that_hide(machine: Machine) -> str:
     try:
         on_nvme = Config(param_tier=NVME.name, optimizer_state_tier=NVME.name, residency="none", dtype=dtype)
         found = predict(subject, machine, on_nvme, TrainingStep(recompute=True))
-    except ConfigError as error:  # a figure that did not repeat
+    except ConfigError as error:  # of a file that was written by hand
         return f"not known: {error}"
     except BudgetError as error:
         return f"not known: even a model of {sum(param.numel() for param in subject.model.parameters()):,} parameters does not fit: {error}"
@@ -172,8 +194,6 @@ def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
 def _write(output: Path, content: dict, machine: Machine, found: list[TunedDrive]) -> None:
     """See [Note: files of calibrate]."""
     for each in found:
-        if not each.alone["mixed"].repeats:
-            continue
         fd = os.open(each.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             drives.store(fd, each.drive)

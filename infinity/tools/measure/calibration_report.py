@@ -14,7 +14,7 @@ from infinity.sizes import format_bytes
 from infinity.system import drives, swap_paths
 from infinity.tools.machine import Machine
 from infinity.tools.measure.drive_tuning import TunedDrive
-from infinity.tools.measure.figures import Figure
+from infinity.tools.measure.figures import MOST_SPREAD, Figure
 
 BUSY_SHARE = 0.1  # of the cores; above it, calibrate warns of other processes
 
@@ -37,17 +37,23 @@ _LINKS = [  # output: text, figure of one device, figure of all devices at once,
 _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
 
 
-def calibration_warnings(found: list[TunedDrive], links: dict[str, Figure], num_busy: float) -> list[str]:
-    """One line per figure that is not written, and per cause. num_busy: cores that other processes kept busy."""
+def is_busy(num_busy: float) -> bool:
+    """Whether other processes kept so many cores busy that no figure is sure."""
+    return num_busy > BUSY_SHARE * len(os.sched_getaffinity(0))
+
+
+def calibration_warnings(machine: Machine, found: list[TunedDrive], links: dict[str, Figure], num_busy: float) -> list[str]:
+    """One line per figure that does not repeat, and per cause. machine: as written to the file. num_busy: cores that other processes kept
+    busy."""
     names = {key: (f"{text}, all at once" if all_ == key else text, unit, name) for text, one, all_, unit, name in _LINKS for key in (one, all_)}
-    lines = [_unwritten(*names[key], figure) for key, figure in links.items() if not figure.repeats]
+    lines = [_unsure(*names[key], figure) for key, figure in links.items() if not figure.repeats]
     for each in found:
-        lines += [_unwritten(f"{each.path}, {mix}", 1e9, "GB/s", figure) for mix, figure in each.together.items() if not figure.repeats]
-        if not each.alone["mixed"].repeats:
-            lines.append(f"{each.path}: the rate varies between rounds: {drives.CACHE_NAME} is not written there")
-    cores = len(os.sched_getaffinity(0))
-    if num_busy > BUSY_SHARE * cores:
-        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy during calibrate: figures are lower than on an idle machine")
+        lines += [_unsure(f"{each.path}, {mix}", 1e9, "GB/s", figure) for mix, figure in each.together.items() if not figure.repeats]
+    if is_busy(num_busy):
+        cores = len(os.sched_getaffinity(0))
+        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy during calibrate: no figure is sure")
+    if unsure := machine.unsure_names:
+        lines.append(f"written as unsure: {', '.join(unsure)}")
     again = bool(lines)
     lines += map(str, swap_paths.shared_drives([each.path for each in found]))
     if len(found) > 1:
@@ -57,9 +63,9 @@ def calibration_warnings(found: list[TunedDrive], links: dict[str, Figure], num_
     return lines
 
 
-def _unwritten(text: str, unit: float, name: str, figure: Figure) -> str:
+def _unsure(text: str, unit: float, name: str, figure: Figure) -> str:
     values = ", ".join(f"{value / unit:.3g}" for value in figure.values)
-    return f"{text}: {values} {name} in {len(figure.values)} rounds: the values differ too much and are not written"
+    return f"{text}: {values} {name} in {len(figure.values)} rounds: the values differ by more than {MOST_SPREAD:.0%}"
 
 
 def calibration_report(output: Path, machine: Machine, found: list[TunedDrive], links: dict[str, Figure], warned: list[str]) -> dict:

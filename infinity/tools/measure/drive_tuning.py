@@ -95,9 +95,9 @@ def tune_drives(found: list[TunedDrive], progress: Progress) -> None:
             _tune_drive(each, progress)
     progress.show("all drives at once" if len(found) > 1 else f"{found[0].path}: reading and writing", last=True)
     if len(found) > 1:
-        rounds = [{mix: _rates_together(found, mix) for mix in drives.MIXES} for _ in range(figures.NUM_ROUNDS)]
+        together = figures.in_rounds(drives.MIXES, lambda mix, number: _rates_together(found, mix))
         for number, each in enumerate(found):
-            each.together = {mix: figures.Figure(tuple(rates[mix][number] for rates in rounds)) for mix in drives.MIXES}
+            each.together = {mix: rates[number] for mix, rates in together.items()}
     else:
         found[0].together = found[0].alone
     for each in found:
@@ -127,8 +127,8 @@ def _tune_drive(each: TunedDrive, progress: Progress) -> None:
             point = replace(chosen, **{name: value})
             if search.is_possible(point):
                 each.seen[name, value] = {mix: probe.rate(mix, point) for mix in drives.MIXES}
-    rounds = [{mix: _median_rate(probe, mix, chosen) for mix in drives.MIXES} for _ in range(figures.NUM_ROUNDS)]
-    each.alone = {mix: figures.Figure(tuple(rates[mix] for rates in rounds)) for mix in drives.MIXES}
+    alone = figures.in_rounds(drives.MIXES, lambda mix, number: [_median_rate(probe, mix, chosen)])
+    each.alone = {mix: rate for mix, (rate,) in alone.items()}
     each.drive = chosen.measured(each.alone["mixed"].value, block_s)
 
 

@@ -4,11 +4,11 @@ Knows values by round, and processor times. Must not know the meaning of a figur
 
 # [Note: a figure that repeats]
 # calibrate measures in three rounds, and each round measures every figure once, because other work seldom disturbs all rounds alike. A figure
-# repeats if the three values lie within a factor of 1.5, or, for a small time, within 20 us. The median of a figure that repeats is written
-# to the file. Other figures are reported, and the file keeps the earlier value. Without an earlier value, readers treat the figure as not
-# measured. An overhead is a difference of two measurements, and noise can make the difference negative. The rounds are therefore compared
-# before negative values become zero. On two cores that other processes kept busy, products differed by a factor of 4 and copies by a factor
-# of 6. Steady work of other processes can slow all rounds alike, so calibrate also reports the number of cores that they kept busy.
+# repeats if its values lie within 5 % of the median, or, for a small time, within 20 us. From five values on, the lowest and the highest do
+# not count. A figure that does not repeat is measured in up to four more rounds. If it does not repeat after these either, the figure is
+# unsure: the file has the median and names the figure, unless the file already has a sure value. An overhead is a difference of two
+# measurements, and noise can make it negative. The rounds are therefore compared before negative values become zero. Steady work of other
+# processes can slow all rounds alike, so calibrate also counts the cores that they kept busy. If these are many, every figure is unsure.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-NUM_ROUNDS, NUM_REPEATS = 3, 3  # rounds of all figures, and repeats of one transfer in each round
-MOST_RATIO = 1.5  # of the largest value to the smallest, for a figure that repeats
+NUM_ROUNDS, MOST_ROUNDS = 3, 7  # of all figures, and of a figure that does not repeat
+NUM_REPEATS = 3  # of one transfer in a round
+MOST_SPREAD = 0.05  # of the median, for a figure that repeats
 LEAST_SECONDS = 20e-6  # a time repeats if the values differ by less
 
 
@@ -38,12 +40,26 @@ class Figure:
 
     @property
     def repeats(self) -> bool:
-        least, most = min(self.values), max(self.values)
-        return least > 0 and most <= MOST_RATIO * least or self.is_time and most - least <= LEAST_SECONDS
+        out = (len(self.values) - 1) // 4
+        middle = sorted(self.values)[out : len(self.values) - out]
+        spread = middle[-1] - middle[0]
+        return 0 < self.value and spread <= MOST_SPREAD * self.value or self.is_time and spread <= LEAST_SECONDS
 
-    def written(self, unit: float) -> float | None:
-        """The value in this unit, at least zero, with four digits; None for a figure that does not repeat."""
-        return float(f"{max(0.0, self.value) / unit:.4g}") if self.repeats else None
+    def written(self, unit: float) -> float:
+        """The value in this unit, at least zero, with four digits."""
+        return float(f"{max(0.0, self.value) / unit:.4g}")
+
+
+def in_rounds(names: Iterable[str], measure: Callable[[str, int], Sequence[float]]) -> dict[str, list[Figure]]:
+    """The figures of each name. measure(name, round) measures them once; names that end with "_s" are times."""
+    values: dict[str, list[Sequence[float]]] = {name: [] for name in names}
+    found: dict[str, list[Figure]] = {}
+    for number in range(max(NUM_ROUNDS, MOST_ROUNDS)):
+        for name, rounds in values.items():
+            if number < NUM_ROUNDS or not all(figure.repeats for figure in found[name]):
+                rounds.append(measure(name, number))
+                found[name] = [Figure(each, is_time=name.endswith("_s")) for each in zip(*rounds)]
+    return found
 
 
 class OtherProcesses:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -20,25 +20,27 @@ LINK_NBYTES = 32 << 20  # of a copied or gathered chunk
 
 def measure_links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, figures.Figure]:
     """Figures by name: rates in units per second, and times in seconds. All ranks take part. The slowest rank counts."""
-    rounds = [dict(_round(device, ranks, progress, f"round {number + 1} of {figures.NUM_ROUNDS}")) for number in range(figures.NUM_ROUNDS)]
-    return {name: figures.Figure(tuple(values[name] for values in rounds), is_time=name.endswith("_s")) for name in rounds[0]}
+    measures = _measures(device, ranks)
 
-
-def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -> Iterator[tuple[str, float]]:
-    """Measure each figure once, and yield its name and value."""
-
-    def of_one(text: str, work: Callable[[], float]) -> float:
-        show(text)
-        return ranks.most([work() if ranks.is_first else 0.0])[0]
-
-    def of_all(text: str, work: Callable[[], float], slowest=ranks.least) -> float:
-        show(text)
-        return slowest([work()])[0]
-
-    def show(text: str) -> None:
+    def measure(name: str, number: int) -> list[float]:
+        title, work = measures[name]
         if ranks.is_first:
-            progress.show(f"{text}, {title}", last=True)
+            more = f"round {number + 1} of {figures.NUM_ROUNDS}" if number < figures.NUM_ROUNDS else "once more"
+            progress.show(f"{title}, {more}", last=True)
         ranks.barrier()
+        return [work()]
+
+    return {name: found for name, (found,) in figures.in_rounds(measures, measure).items()}
+
+
+def _measures(device: torch.device, ranks: Ranks) -> dict[str, tuple[str, Callable[[], float]]]:
+    """By name: a title, and a function that measures the figure once. The value is the same on all ranks."""
+
+    def of_one(title: str, work: Callable[[], float]) -> tuple[str, Callable[[], float]]:
+        return title, lambda: ranks.most([work() if ranks.is_first else 0.0])[0]
+
+    def of_all(title: str, work: Callable[[], float], slowest=ranks.least) -> tuple[str, Callable[[], float]]:
+        return title, lambda: slowest([work()])[0]
 
     def rate(probe, together: Ranks | None = None) -> float:
         with contextlib.closing(probe):
@@ -48,23 +50,30 @@ def _round(device: torch.device, ranks: Ranks, progress: Progress, title: str) -
         return probes.Copies(device, LINK_NBYTES, to_device=to_device)
 
     cuda, several = device.type == "cuda", ranks.are_several
-    yield "memory", of_one("host memory", probes.memory_rate)
-    yield "update", of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu"), beside_gpu=cuda))
-    yield "product", of_one("products on the device", lambda: probes.product_rate(device))
-    yield "h2d", of_one("copies to the device", lambda: rate(copies(True)))
-    yield "d2h", of_one("copies from the device", lambda: rate(copies(False)))
-    yield "copy_s", of_one("a small copy", lambda: probes.copy_seconds(device))
-    yield "op_s", of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most)
+    found = {
+        "memory": of_one("host memory", probes.memory_rate),
+        "update": of_one("updates in host memory", lambda: probes.update_rate(torch.device("cpu"), beside_gpu=cuda)),
+        "product": of_one("products on the device", lambda: probes.product_rate(device)),
+        "h2d": of_one("copies to the device", lambda: rate(copies(True))),
+        "d2h": of_one("copies from the device", lambda: rate(copies(False))),
+        "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
+        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most),
+    }
     if cuda:
-        yield "attention", of_one("attention", lambda: gpu_rates.attention_rate(device))
-        yield "device_memory", of_one("device memory", lambda: gpu_rates.memory_rate(device))
-        yield "device_update", of_one("updates on the device", lambda: probes.update_rate(device))
-        yield "both", of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES)))
+        found |= {
+            "attention": of_one("attention", lambda: gpu_rates.attention_rate(device)),
+            "device_memory": of_one("device memory", lambda: gpu_rates.memory_rate(device)),
+            "device_update": of_one("updates on the device", lambda: probes.update_rate(device)),
+            "both": of_one("copies both ways", lambda: rate(probes.BothWays(device, LINK_NBYTES))),
+        }
     if several:
-        yield "h2d_all", of_all("copies to all devices", lambda: rate(copies(True), ranks))
-        yield "d2h_all", of_all("copies from all devices", lambda: rate(copies(False), ranks))
-        if cuda:
-            yield "both_all", of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
-        yield "gather", of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False)))
-        yield "reduce", of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True)))
-        yield "gather_s", of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.most)
+        found |= {
+            "h2d_all": of_all("copies to all devices", lambda: rate(copies(True), ranks)),
+            "d2h_all": of_all("copies from all devices", lambda: rate(copies(False), ranks)),
+            "gather": of_all("all-gathers", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=False))),
+            "reduce": of_all("reduce-scatters", lambda: rate(probes.Collectives(ranks, device, LINK_NBYTES, reduce=True))),
+            "gather_s": of_all("a small all-gather", lambda: probes.gather_seconds(ranks, device), slowest=ranks.most),
+        }
+    if several and cuda:
+        found["both_all"] = of_all("copies both ways of all devices", lambda: rate(probes.BothWays(device, LINK_NBYTES), ranks))
+    return found

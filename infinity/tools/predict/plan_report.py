@@ -52,6 +52,7 @@ def plan_report(prediction: Prediction, largest: Largest | None) -> dict:
         "hiding_tokens": prediction.hiding_tokens,
         "hiding_tokens_in_turn": prediction.hiding_tokens_in_turn if math.isfinite(prediction.hiding_tokens_in_turn) else None,
         "largest_parameters": largest and largest.parameters,
+        "unsure": machine.unsure_names,
         "written_bytes_per_day": written,
         "endurance_days": endurance / written if written and endurance else None,
     }
@@ -96,6 +97,8 @@ def plan_text(subject: Subject, prediction: Prediction, report: dict, largest: L
     ]
     if largest:
         lines.append(f"largest   a GPT of {largest} parameters fits this machine")
+    if report["unsure"]:
+        lines.append(f"unsure    these figures of the machine differed between the rounds of calibrate: {', '.join(report['unsure'])}")
     if report["written_bytes_per_day"]:
         worn = f"; the drives' endurance lasts {report['endurance_days']:,.0f} days" if report["endurance_days"] else ""
         lines.append(f"wear      {report['written_bytes_per_day'] / 1e12:,.1f} TB written per day{worn}")
