@@ -1,19 +1,42 @@
-"""Writes bench/RESULTS.md from the tables in bench/results/.
+"""Writes bench/RESULTS.md from the data in bench/results/.
 
     python bench/_results.py [--check]
 
-Knows topics.toml, which lists the topics, and one CSV file per topic. Must not know what a column means. `--check` writes nothing and
-returns status 1 if the page does not match the tables.
+Knows the topics, with one JSON file each: title, text, command, names of columns, and rows. Must not know what a column means. `--check`
+writes nothing and returns status 1 if the page does not match the data.
 """
 
-import csv
+import json
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "results"
 PAGE = FOLDER.parent / "RESULTS.md"
+TOPICS = (
+    "machines",
+    "finetune",
+    "finetune_memory",
+    "layerwise",
+    "peers_nvme",
+    "peers_memory",
+    "largest",
+    "largest_by_placement",
+    "overhead",
+    "kernel",
+    "drives",
+    "transfers",
+    "placement",
+    "split_simulated",
+    "checkpoints",
+    "start",
+    "prediction",
+    "scale",
+    "trillion",
+    "precision",
+    "codec",
+    "experiments",
+)
 HEAD = """\
 # Results
 
@@ -22,33 +45,31 @@ HEAD = """\
 Each row is one measurement. A value is the median of the counted steps, and a range has the fastest and the slowest one. "Version" is the
 commit that recorded the measurement, and "date" is the day of that commit. A table's command runs the measurement, with the options of the
 row. "the same" stands for the last full list of options above. Times and rates depend on the drive, and drives of one kind differ by a
-factor of two.
+factor of two. The same data, for programs: `bench/results/*.json`.
 """
 
 
 def page() -> str:
-    topics = tomllib.loads((FOLDER / "topics.toml").read_text())["topics"]
-    return "\n".join([HEAD, *(section(**topic) for topic in topics)])
+    return "\n".join([HEAD, *(section(read(topic)) for topic in TOPICS)])
 
 
-def section(file: str, title: str, about: str, command: str = "") -> str:
-    """One topic: title, text, the command of all rows, the table without empty columns."""
-    header, *rows = read(file)
-    used = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    cells = ([_cell(header[column], row[column]) for column in used] for row in rows)
-    table = [[header[column] for column in used], ["---"] * len(used), *cells]
+def read(topic: str) -> dict:
+    """The data of a topic. Numbers stay as they are written, so that 0.500 does not become 0.5. Raises ValueError for a row with an unknown
+    column, and for a column without values."""
+    path = FOLDER / f"{topic}.json"
+    data = json.loads(path.read_text(), parse_float=str, parse_int=str)
+    used = {name for row in data["rows"] for name in row}
+    if wrong := used ^ set(data["columns"]):
+        raise ValueError(f"{path}: {sorted(wrong)} are not both in `columns` and in a row")
+    return data
+
+
+def section(data: dict) -> str:
+    """One topic: title, text, the command of all rows, the table."""
+    columns, command = data["columns"], data.get("command", "")
+    table = [columns, ["---"] * len(columns), *([_cell(name, row.get(name, "")) for name in columns] for row in data["rows"])]
     run = [f"Command: {command if '`' in command else f'`{command}`'}", ""] if command else []
-    return "\n".join([f"## {title}", "", about.strip(), "", *run, *(f"| {' | '.join(row)} |" for row in table), ""])
-
-
-def read(file: str) -> list[list[str]]:
-    """The rows of a table, the header first. Raises ValueError if a row has another number of cells."""
-    with open(FOLDER / file, newline="") as stream:
-        rows = list(csv.reader(stream))
-    wrong = [number for number, row in enumerate(rows, 1) if len(row) != len(rows[0])]
-    if wrong:
-        raise ValueError(f"{FOLDER / file}: lines {wrong} do not have the header's {len(rows[0])} cells")
-    return rows
+    return "\n".join([f"## {data['title']}", "", *data["about"], "", *run, *(f"| {' | '.join(row)} |" for row in table), ""])
 
 
 def _cell(column: str, text: str) -> str:
