@@ -169,8 +169,8 @@ class Owner:
             else:
                 if chunk.index not in self.others:
                     self.others[chunk.index] = torch.empty(rows[1:].shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
-                gradients.adder.put(memory, rows[OWNER, : memory.numel()], True, done)
-                gradients.adder.put(self.others[chunk.index].view(-1), rows[1:].reshape(-1), True, done)
+                gradients.adder.put(memory, rows[OWNER, : memory.numel()], True, done, on_device=False)
+                gradients.adder.put(self.others[chunk.index].view(-1), rows[1:].reshape(-1), True, done, on_device=False)
         if flat.is_cuda:
             flat.record_stream(gradients.adder.stream)
         chunk.gradient.received.update(params)

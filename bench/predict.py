@@ -219,7 +219,9 @@ def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     """Train a row here. Returns seconds, bytes by link, and bytes of memory by tier."""
     row, device = ROWS[kind][name], torch.device(kind)
     if row.num_ranks > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if kind == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
     with infinity.init(Config(device=kind, swap_dirs=folder, verbose=False, **row.config)):
         model = made(row, device)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-5, accumulation_steps=row.num_micro_batches, max_grad_norm=row.max_grad_norm)

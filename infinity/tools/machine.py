@@ -78,7 +78,7 @@ class Machine:
     gather_gbps: float = 0.0
     """10^9 bytes per second that one device receives in an all-gather over a node's devices; 0 for one device."""
     network_gbps: float = 0.0
-    """10^9 bytes per second that a node receives from other nodes."""
+    """10^9 bytes per second that a node receives from other nodes, over all its links. A gathered byte comes to a node once."""
     copy_latency_us: float = 10.0
     gather_latency_us: float = 20.0
     op_overhead_us: float = 0.0

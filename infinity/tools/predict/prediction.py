@@ -33,7 +33,8 @@ from infinity.tools.measure.breakdown import breakdown
 from infinity.tools.predict.meta_models import Subject
 from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
 
-COARSE_FROM, COARSE_CHUNKS = 250e9, 1000  # a larger model has so many chunks here, because a prediction takes time for each chunk
+COARSE_FROM, COARSE_CHUNKS = 250e9, 1000  # a larger model has about so many chunks here, because a prediction takes time for each chunk
+COARSEST_SHARE = 32  # a chunk takes at most 1/32 of a device, because several must fit at once
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ def predict(subject: Subject, machine: Machine, config: Config, step: TrainingSt
     machine is unknown."""
     world, num = world_of(machine), sum(param.numel() for param in subject.model.parameters())
     if config.chunk_mib is None and num > COARSE_FROM:
-        config = dataclasses.replace(config, chunk_mib=2 * num / COARSE_CHUNKS / 2**20)
+        nbytes = min(2 * num / COARSE_CHUNKS, machine.device_memory / COARSEST_SHARE)
+        config = dataclasses.replace(config, chunk_mib=nbytes / 2**20)
     with _settings(world, machine, config) as settings:
         found = train(world, subject, settings, step, lambda engine, marks: _predicted(world, subject, machine, step, engine, marks))
     for tier, need in found.memory.items():
