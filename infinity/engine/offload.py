@@ -50,7 +50,8 @@ def cut_large_layers(model: nn.Module, config: Config, ranks: Ranks) -> list[tup
     budget = config.device_memory
     if config.tile_above == budget == "auto":
         budget, _ = budgets(config, device_of(config.device), ranks)
-    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=DTYPE_NBYTES[STORAGES[config.dtype].compute])
+    itemsize = DTYPE_NBYTES[STORAGES[config.dtype].compute]
+    return tile_to_fit(model, config.tile_above, device_nbytes=budget, itemsize=itemsize, reduces=ranks.are_several)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -36,19 +36,24 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
     return [(name, num_tiles[module]) for name, module in model.named_modules() if module in num_tiles]
 
 
-def tile_to_fit(model: nn.Module, above: int | str | None, *, device_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
-    """Like `tile_large_layers`, by Config.tile_above: a number of bytes, None, or "auto" for layers that do not fit the device budget."""
-    above_nbytes, tile_nbytes = tile_limits(above, device_nbytes)
+def tile_to_fit(
+    model: nn.Module, above: int | str | None, *, device_nbytes: int, itemsize: int, reduces: bool = False
+) -> list[tuple[str, int]]:
+    """Like `tile_large_layers`, by Config.tile_above: a number of bytes, None, or "auto" for layers that do not fit the device budget.
+    reduces: gradients are summed over several ranks."""
+    above_nbytes, tile_nbytes = tile_limits(above, device_nbytes, reduces=reduces)
     return tile_large_layers(model, above_nbytes=above_nbytes, tile_nbytes=tile_nbytes, itemsize=itemsize) if tile_nbytes else []
 
 
-def tile_limits(above: int | str | None, device_nbytes: int) -> tuple[int, int]:
+def tile_limits(above: int | str | None, device_nbytes: int, *, reduces: bool = False) -> tuple[int, int]:
     """(bytes above which a weight is cut, bytes of a tile); 0 if no layer is cut. Arguments as of `tile_to_fit`."""
     if above != "auto":
         return above or 0, above or 0
     tile = device_nbytes // AUTO_TILES
-    # With the gradient, a layer takes twice the bytes. An eighth of the budget is for the op's other memory.
-    return device_nbytes * 7 // 16, tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
+    # A layer and its gradient take twice the bytes of the weight. If gradients are reduced, so do the buffers of this layer and of the one
+    # before it. An eighth of the budget is for the op's other memory.
+    copies = 4 if reduces else 2
+    return device_nbytes * 7 // (8 * copies), tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
 
 
 @dataclass(frozen=True)

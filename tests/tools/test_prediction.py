@@ -210,6 +210,16 @@ def test_more_nodes_have_more_drives():
     assert seconds[0] > 1.5 * seconds[1] > 1.5 * 1.3 * seconds[2]
 
 
+@pytest.mark.parametrize("share", [0.2, 0.24, 0.29, 0.43])
+def test_a_layer_that_does_not_fit_beside_its_reduction_is_cut(share):
+    """The weight of the widest layer takes a share of device_memory. With gradient and two buffers of reductions it needs four times its bytes."""
+    hidden = 512
+    subject = gpt_on_meta(dtype=torch.bfloat16, hidden=hidden)
+    two = dataclasses.replace(GPU, devices=2, gather_gbps=100.0, gather_latency_us=0.0)
+    found = predict(subject, two, Config(**NVME, chunk_mib=0.125, device_memory=int(4 * hidden * hidden * 2 / share)))
+    assert found.step_seconds > 0
+
+
 @pytest.mark.slow
 def test_a_prediction_repeats_exactly():
     config = Config(**NVME, device_memory="3MiB", host_memory="6MiB", chunk_mib=0.125)

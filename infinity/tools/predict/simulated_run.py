@@ -147,10 +147,11 @@ def require_places(world: World, subject: Subject, config: Config) -> None:
 @contextlib.contextmanager
 def _started(world: World, subject: Subject, config: Config, step: TrainingStep):
     """(engine, model, optimizer, inputs) inside the block."""
-    with world.outside_the_device():
+    with world.outside_the_device():  # where a program makes and cuts a model
         model, inputs = _with_values(subject, step)
-    with few_tensors():  # tiles count, too
-        engine = offload(model, config)
+        with make_ranks(device_of(config.device)).joined() as ranks, few_tensors():  # tiles count, too
+            cut_large_layers(model, config, ranks)
+    engine = offload(model, config)
     with engine:
         limits = {"accumulation_steps": step.num_micro_batches, "max_grad_norm": step.max_grad_norm}
         optimizer = step.make_optimizer([param for param in model.parameters() if param.requires_grad], **limits)
