@@ -40,7 +40,7 @@ from infinity.output import pyplot, table, write_json
 from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.system.events import LINKS
 from infinity.tools.machine import Machine
-from infinity.tools.predict.meta_models import Subject
+from infinity.tools.meta_models import Subject
 from infinity.tools.predict.prediction import Prediction, predict
 from infinity.tools.predict.simulated_run import TrainingStep
 

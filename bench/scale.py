@@ -1,10 +1,10 @@
-"""Simulates GPTs of a trillion parameters on nodes of eight GPUs and eight drives: by number of nodes, or by size (figures 5a and 5b of
-ZeRO-Infinity, section 8).
+"""Simulates GPTs of a trillion parameters on nodes of eight GPUs and eight drives: by number of nodes, or by size.
 
     python bench/scale.py [--params 1e12 ...] [--machine h200x8] [--batches 2 4 8] [--nodes 1 2 ... 64] [--json FILE] [--plot FILE]
 
-The engine itself runs as one rank, without bytes. The machine is a file, and each node has its own drives. With more nodes, each drive moves
-fewer bytes a step, and each device computes as much as before. The plot is by nodes, or by size if there are several --params.
+These are figures 5b and 5a of ZeRO-Infinity, section 8. The engine itself runs as one rank, without bytes. The machine is a file, and each
+node has its own drives. With more nodes, each drive moves fewer bytes a step, and each device computes as much as before. The plot is by
+nodes, or by size if there are several --params.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from infinity.output import pyplot, table, write_json
 from infinity.plan.tiers import DEVICE
 from infinity.sizes import format_bytes
 from infinity.tools.machine import Machine
-from infinity.tools.predict.formulas import gpt_size
-from infinity.tools.predict.meta_models import format_count, gpt
+from infinity.tools.meta_models import format_count, gpt, gpt_size
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.simulated_run import TrainingStep
 

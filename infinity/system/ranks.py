@@ -56,10 +56,10 @@ class Ranks:
 
     Creates three groups: `data` (nccl on CUDA, gloo on the CPU) moves chunks; `control` (gloo) is for agreements of the training
     threads, and `order` (gloo) for those of the threads that call `data`. Every rank must construct this object at the same point of the
-    program.
+    program. alone: it has no peers, whatever other processes there are; then every rank may construct it when it likes.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, *, alone: bool = False):
         self.rank, self.world = 0, 1
         self.data = self.control = self.order = None
         self.name = "this process"
@@ -69,8 +69,8 @@ class Ranks:
         self._place = Place(_programs_collective)
         self._watch: Watch | None = None  # used with other ranks
         self._collectives = Collectives(self.name, self._place, None)
-        grouped = dist.is_available() and dist.is_initialized()
-        if not grouped and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        grouped = dist.is_available() and dist.is_initialized() and not alone
+        if not grouped and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
             backend = "nccl" if device.type == "cuda" else "gloo"
             raise UsageError(
                 f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE) that are not connected: each would train a "

@@ -91,7 +91,7 @@ class Read:
                     last = len(self._left) - 1
                     for transfer in self._transfers[last]:
                         transfer.wait()
-                    host_bytes.work(len(self._left[last][0]), _huffman.decode_last, self._left, kind=CODEC)
+                    _decode_last(self._left)
                     del self._left[last:]  # decode_last has taken it, if there are bytes
                 except OSError as error:
                     _wait_for(self._all, quietly=True)
@@ -231,7 +231,7 @@ class Compressor:
                 memory = buffer[section.offset : section.offset + section.nbytes]
                 self.pool.copy(pooled, memory[section.nbytes - pooled.nbytes :])
                 part = (memory, section.itemsize if pooled.nbytes < section.nbytes else 0, pooled.nbytes)
-                host_bytes.work(len(memory), _huffman.decode_last, [part], kind=CODEC)
+                _decode_last([part])
             update.catch_up(buffer)
 
     def close(self) -> None:
@@ -349,6 +349,12 @@ class _Press:
             _wait_for(transfers, quietly=True)  # `Write.wait` raises the error
             self._free.append(buffer)
         return self._free.pop()
+
+
+def _decode_last(parts: list[tuple[memoryview, int, int]]) -> None:
+    """Decode the last part and remove it. A part without code, of itemsize 0, is in its place already."""
+    memory, itemsize, nbytes = parts[-1]
+    host_bytes.work(len(memory) if itemsize else 0, _huffman.decode_last, parts, kind=CODEC if nbytes else "")
 
 
 def _encode(section: Section, source: memoryview, target: memoryview) -> int:

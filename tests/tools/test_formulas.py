@@ -1,12 +1,12 @@
 import pytest
 
+from infinity.tools.meta_models import gpt_size
 from infinity.tools.predict.formulas import (
     USUAL_STATE_NBYTES,
     activation_working_nbytes,
     activations_intensity,
     checkpoint_nbytes,
     efficiency,
-    gpt_size,
     model_working_nbytes,
     required_bandwidth,
     states_intensity,

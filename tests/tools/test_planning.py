@@ -12,9 +12,10 @@ from infinity import config_files
 from infinity.config import Config
 from infinity.tools.cli import main
 from infinity.tools.machine import DriveRates, Machine
-from infinity.tools.predict import largest_model, meta_models, plan_report
+from infinity.tools import meta_models
+from infinity.tools.meta_models import gpt
+from infinity.tools.predict import largest_model, plan_report
 from infinity.tools.predict.largest_model import largest_parameters
-from infinity.tools.predict.meta_models import gpt
 
 NODE = Machine(
     name="a node",
@@ -384,7 +385,7 @@ def test_a_model_beyond_all_tiers_is_refused_by_its_size(node, capsys, params):
     [(("--params", "9999T"), 10**7), (("--hidden", "64", "--layers", "99999999"), 10**7), (("--hidden", "1024", "--layers", "2", "--vocab", "99999999999"), 10**7)],
 )
 def test_a_model_of_too_many_tensors_is_refused_with_the_limit(node, capsys, monkeypatch, arguments, nodes):
-    monkeypatch.setattr("infinity.tools.predict.meta_models.MOST_TENSORS", 1000)
+    monkeypatch.setattr("infinity.tools.meta_models.MOST_TENSORS", 1000)
     status, _, errors = run(capsys, *arguments, "--nodes", str(nodes))
     assert status == 2
     assert errors.count("\n") == 1 and "at most 1,000 tensors: choose fewer layers" in errors
@@ -396,7 +397,7 @@ def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, mo
     arguments = argparse.Namespace(batch=1, seq=128, vocab=1000, keep_activations=False)
     most = largest_parameters(NODE, Config(dtype="bf16"), arguments)
     assert most.is_most and str(most).startswith("about")
-    monkeypatch.setattr("infinity.tools.predict.meta_models.MOST_TENSORS", 200)
+    monkeypatch.setattr("infinity.tools.meta_models.MOST_TENSORS", 200)
     few = largest_parameters(NODE, Config(dtype="bf16"), arguments)
     assert few.parameters < most.parameters and str(few).startswith("at least")
 

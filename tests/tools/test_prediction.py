@@ -12,7 +12,7 @@ from infinity.errors import BudgetError
 from infinity.model.gpt import GPT
 from infinity.plan.tiers import DEVICE, HOST
 from infinity.tools.machine import DriveRates, Machine
-from infinity.tools.predict.meta_models import Subject
+from infinity.tools.meta_models import Subject
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.simulated_run import TrainingStep
 
@@ -208,6 +208,18 @@ def test_more_nodes_have_more_drives():
     config = Config(**NVME, residency="none", chunk_mib=0.25)
     seconds = [predict(subject, dataclasses.replace(one, nodes=nodes), config).step_seconds for nodes in (1, 2, 4)]
     assert seconds[0] > 1.5 * seconds[1] > 1.5 * 1.3 * seconds[2]
+
+
+def test_raw_records_on_fast_drives_take_no_time_of_the_codec():
+    """The codec would decode 2.5 GB/s a thread."""
+    subject = gpt_on_meta(dtype=torch.bfloat16, hidden=2048)
+    rate = dict.fromkeys(("read_gbps", "write_gbps", "mixed_gbps"), 1e3)
+    node = dataclasses.replace(GPU, drives=(DriveRates(**rate),), copy_latency_us=0.0, cores=4, update_gparams=1e3)
+    on_nvme, in_host = (
+        predict(subject, node, Config(param_tier=tier, optimizer_state_tier=tier, residency="none", chunk_mib=32)) for tier in ("nvme", "host")
+    )
+    assert not on_nvme.compresses_nvme and on_nvme.uses["nvme_read"].nbytes > 2e9
+    assert on_nvme.step_seconds < 1.2 * in_host.step_seconds
 
 
 @pytest.mark.parametrize("share", [0.2, 0.24, 0.29, 0.43])

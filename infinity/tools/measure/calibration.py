@@ -37,7 +37,7 @@ from infinity.tools.measure.calibration_report import calibration_report, calibr
 from infinity.tools.measure.drive_tuning import TunedDrive, probe_in, tune_drives
 from infinity.tools.measure.figures import Figure, OtherProcesses
 from infinity.tools.measure.link_rates import measure_links
-from infinity.tools.predict.meta_models import gpt
+from infinity.tools.meta_models import gpt
 from infinity.tools.predict.plan_report import when_hidden
 from infinity.tools.predict.prediction import predict
 from infinity.tools.predict.simulated_run import TrainingStep

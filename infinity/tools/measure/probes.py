@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import statistics
 import time
@@ -30,7 +31,7 @@ from infinity.optim.optimizers import AdamW
 from infinity.plan.partition import BLOCK_NUMEL
 from infinity.system.arena import Arena
 from infinity.system.capacity import device_of, num_cores
-from infinity.system.ranks import Ranks
+from infinity.system.ranks import Ranks, use_ranks
 from infinity.system.swap import Swap
 from infinity.tools.measure import gpu_rates
 
@@ -329,7 +330,8 @@ def _block_rate(device: torch.device) -> float:
 
 
 def op_seconds(device: torch.device) -> float:
-    """Seconds of the training thread per op with very little work; on the CPU, the seconds beyond those of plain PyTorch.
+    """Seconds of the training thread per op with very little work; on the CPU, the seconds beyond those of plain PyTorch. Without the collectives
+    of several ranks, which have figures of their own.
 
     A difference of two measurements: other work on the machine can make the difference negative.
     """
@@ -346,8 +348,8 @@ def _small_step_seconds(device: torch.device, tier: str | None) -> float:
         if tier is None:
             model.to(device)
         else:
-            unit = BLOCK_NUMEL * (dist.get_world_size() if dist.is_initialized() else 1)
-            chunk_mib = -(-(128 * 128 + 128) // unit) * unit * 2 / 2**20  # one layer per chunk
+            chunk_mib = -(-(128 * 128 + 128) // BLOCK_NUMEL) * BLOCK_NUMEL * 2 / 2**20  # one layer per chunk
+            stack.callback(use_ranks, use_ranks(functools.partial(Ranks, alone=True)))
             places = {"device": device.type, "param_tier": tier, "optimizer_state_tier": tier}
             stack.enter_context(offload(model, Config(dtype="fp32", chunk_mib=chunk_mib, verbose=False, **places)))
             optimizer = AdamW(model.parameters())

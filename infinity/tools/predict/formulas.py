@@ -56,13 +56,3 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
 def required_bandwidth(intensity: float, share: float, peak: float) -> float:
     """Bytes per second at which `efficiency` is `share`."""
     return share / (1 - share) * peak / intensity
-
-
-def gpt_size(parameters: float) -> tuple[int, int]:
-    """Hidden size (a multiple of 128) and number of layers of a transformer with about `parameters` parameters.
-
-    Source: proportions of table 1 of the paper, and of table 2.1 in Brown et al. 2020.
-    """
-    per_layer = 128 * (parameters / 1e11) ** (0.2 if parameters > 1e11 else 0.1)  # hidden size per layer
-    hidden = max(128, round((parameters * per_layer / 12) ** (1 / 3) / 128) * 128)
-    return hidden, max(1, round(parameters / (12 * hidden**2)))

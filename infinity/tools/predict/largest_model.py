@@ -16,8 +16,8 @@ from infinity.formats.format import DTYPE_NBYTES, STORAGES, Format, storage_of
 from infinity.plan.record import record_layout
 from infinity.sizes import format_bytes
 from infinity.tools.machine import Machine
+from infinity.tools.meta_models import TooManyTensors, few_tensors, format_count, gpt, gpt_size, num_heads
 from infinity.tools.predict import formulas
-from infinity.tools.predict.meta_models import TooManyTensors, few_tensors, format_count, gpt, num_heads
 from infinity.tools.predict.prediction import require_room
 
 # Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
@@ -44,7 +44,7 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
     batch, seq, is_most = arguments.batch, arguments.seq, True
 
     def sizes(step: int) -> tuple[int, int, int]:
-        hidden, layers = formulas.gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
+        hidden, layers = gpt_size(LEAST_PARAMETERS * LARGEST_STEP**step)
         return hidden, layers, 12 * layers * hidden**2
 
     def has_place(step: int) -> bool:

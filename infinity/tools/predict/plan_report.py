@@ -13,8 +13,8 @@ from infinity.plan.tiers import DEVICE, HOST, NVME
 from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS
 from infinity.tools.machine import Machine
+from infinity.tools.meta_models import Subject
 from infinity.tools.predict.largest_model import Largest
-from infinity.tools.predict.meta_models import Subject
 from infinity.tools.predict.prediction import Prediction
 
 TITLES = {COMPUTE: "device compute"} | {link: link for link in LINKS}

@@ -18,9 +18,9 @@ from infinity.output import check_file, check_plot, give, pyplot
 from infinity.simulation.threads import Deadlock
 from infinity.system.capacity import num_cores
 from infinity.tools.machine import Machine
+from infinity.tools.meta_models import Subject, few_tensors, gpt, gpt_size, hugging_face, num_heads
 from infinity.tools.predict import formulas
 from infinity.tools.predict.largest_model import largest_parameters, require_place
-from infinity.tools.predict.meta_models import Subject, few_tensors, gpt, hugging_face, num_heads
 from infinity.tools.predict.plan_report import machine_title, plan_report, plan_text
 from infinity.tools.predict.prediction import Prediction, predict
 from infinity.tools.predict.simulated_run import TrainingStep
@@ -120,7 +120,7 @@ def _subject(arguments, config: Config) -> Subject:
     if arguments.params is not None:
         if hidden or layers:
             raise ConfigError("--params chooses the sizes; leave out --hidden and --layers, or give only these two")
-        hidden, layers = formulas.gpt_size(arguments.params)
+        hidden, layers = gpt_size(arguments.params)
     elif not (hidden and layers):
         raise ConfigError("no model is given: use --params 7B, or --hidden and --layers, or --model config.json")
     heads = arguments.heads or num_heads(hidden)

@@ -25,12 +25,12 @@ from infinity.plan import traffic
 from infinity.plan.packing import Layout
 from infinity.plan.placement import Placement
 from infinity.plan.tiers import DEVICE, HOST, NVME, Tier
-from infinity.sizes import format_bytes
 from infinity.simulation.world import World
+from infinity.sizes import format_bytes
 from infinity.system.events import COMPUTE, LINKS, STALL
 from infinity.tools.machine import Machine
 from infinity.tools.measure.breakdown import breakdown
-from infinity.tools.predict.meta_models import Subject
+from infinity.tools.meta_models import Subject
 from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
 
 COARSE_FROM, COARSE_CHUNKS = 250e9, 1000  # a larger model has about so many chunks here, because a prediction takes time for each chunk

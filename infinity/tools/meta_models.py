@@ -134,6 +134,16 @@ def _inputs(model: nn.Module, config, seq: int, batch: int, dtype: str) -> dict:
     return found
 
 
+def gpt_size(parameters: float) -> tuple[int, int]:
+    """Hidden size (a multiple of 128) and number of layers of a transformer with about `parameters` parameters.
+
+    Source: proportions of table 1 of the paper, and of table 2.1 in Brown et al. 2020.
+    """
+    per_layer = 128 * (parameters / 1e11) ** (0.2 if parameters > 1e11 else 0.1)  # hidden size per layer
+    hidden = max(128, round((parameters * per_layer / 12) ** (1 / 3) / 128) * 128)
+    return hidden, max(1, round(parameters / (12 * hidden**2)))
+
+
 def num_heads(hidden: int) -> int:
     """The number of heads with about 128 elements each."""
     most = max(1, hidden // 128)
