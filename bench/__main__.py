@@ -26,6 +26,7 @@ QUICK = {
     "largest": "--rows 1",
     "margin": "--margins 64MiB --hidden 128 --layers 2 --heads 4 --vocab 512 --seq 64 --rounds 1 --steps 4",
     "moments": "--steps 60 --seeds 1 --hidden 32 --layers 1",
+    "needs": "--tokens 1024 --hidden 256 --layers 2",
     "overhead": "--hidden 64 --layers 2 --steps 4",
     "peers": "--engines infinity,fsdp2,plain --hidden 128 --layers 2 --heads 2 --vocab 512 --seq 32 --rounds 1 --steps 3",
     "pipeline": "--gigabytes 0.2 --rounds 1",
@@ -36,6 +37,7 @@ QUICK = {
     "tensors": "--tensors 384 --hidden 8 --steps 3",
     "tiling": "--factors 1,4 --most-hidden 512",
     "tune": "--rounds 1 --pairs 3",
+    "weak": "--nodes 1",
 }
 
 

@@ -5,7 +5,7 @@
 
 First `infinity calibrate` measures the machine, unless --machine names a file. Then each row runs in a process of its own, and the same row is
 predicted. A step's time is the median of the second half of its steps, its bytes are their mean: in the first steps the engine still tries
-placements. Memory is the most of a run: tensors on a GPU, pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers
+placements. If it has undone a placement, the two steps after that do not count. Memory is the most of a run: tensors on a GPU, pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers
 with random weights, 4,096 tokens a sequence, and the loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An
 error is predicted / measured - 1.
 
@@ -227,6 +227,7 @@ def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     optimizer = infinity.AdamW(model.parameters(), lr=1e-5, accumulation_steps=row.num_micro_batches, max_grad_norm=row.max_grad_norm)
     engine = infinity.engine_of(model)
     batches, seconds, moved = [batch_of(row, device, number) for number in range(row.num_micro_batches)], [], []
+    rollbacks = []  # so many so far, by step
     for _ in range(num_steps):
         before, start = {link: engine.stats()["links"][link]["nbytes"] for link in LINKS}, time.perf_counter()
         if row.by_layer:
@@ -240,12 +241,14 @@ def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
         moved.append({link: engine.stats()["links"][link]["nbytes"] - before[link] for link in LINKS})
+        rollbacks.append(engine.stats()["num_placement_rollbacks"])
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
     memory = {"nvme": sum(path.stat().st_blocks * 512 for path in files)}
     if kind == "cuda":
         stats = engine.stats()
         memory |= {"device": stats["peak_allocated_nbytes"], "host": stats["pinned_host_nbytes"] * row.num_ranks}
-    last = range(num_steps // 2, num_steps)
+    settled = rollbacks.index(rollbacks[-1]) + 3 if rollbacks[-1] else 0
+    last = range(max(num_steps // 2, min(settled, num_steps - 1)), num_steps)
     return {
         "s": statistics.median(seconds[step] for step in last),
         "steps": seconds,

@@ -1,6 +1,6 @@
 """Weak scaling, in which each GPU has the same work: on 1 and 2 GPUs measured, and on up to 64 nodes simulated.
 
-    python bench/weak.py --measured FILE [--row "3 B, host"] [--node h200x8] [--nodes 1 4 16 64] [--json FILE] [--plot FILE]
+    python bench/weak.py [--measured FILE] [--row "3 B, host"] [--node h200x8] [--nodes 1 4 16 64] [--json FILE] [--plot FILE]
 
 --measured: a --json file of bench/predict.py with the row, and with the row on two GPUs. Its machine gives the predictions for 1 and 2 GPUs;
 --node gives those for whole nodes. The exit status is 1 if a prediction for 1 or 2 GPUs is more than 10 % off.
@@ -9,6 +9,7 @@
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import _common
@@ -22,17 +23,18 @@ BAR = 0.10
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, required=True)
+    parser.add_argument("--measured", type=Path)
     parser.add_argument("--row", choices=list(predict.ROWS["cuda"]), default="3 B, host")
     parser.add_argument("--node", type=Path, default=Path("h200x8"))
     parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 4, 16, 64])
     options = _common.parse(parser)
-    measured, row = json.loads(options.measured.read_text()), predict.ROWS["cuda"][options.row]
-    machine, node = Machine.from_table(measured["machine"]), Machine.load(options.node)
-    found = {}
-    for num, name in enumerate((options.row, f"{options.row}, 2 GPUs"), 1):
-        seconds = measured["rows"].get(name, {}).get("measured", {}).get("s")
-        found[num] = {"machine": machine.name, "measured_s": seconds} | seconds_of(row, machine, num, 1)
+    row, node, found = predict.ROWS["cuda"][options.row], Machine.load(options.node), {}
+    if options.measured:
+        measured = json.loads(options.measured.read_text())
+        machine = Machine.from_table(measured["machine"])
+        for num, name in enumerate((options.row, f"{options.row}, 2 GPUs"), 1):
+            seconds = measured["rows"].get(name, {}).get("measured", {}).get("s")
+            found[num] = {"machine": machine.name, "measured_s": seconds} | seconds_of(row, machine, num, 1)
     for nodes in options.nodes:
         found[nodes * node.devices] = {"machine": node.name, "measured_s": None} | seconds_of(row, node, node.devices, nodes)
     rows = [
@@ -59,7 +61,8 @@ def seconds_of(row: predict.Row, machine: Machine, devices: int, nodes: int) -> 
 
 
 def error_of(each: dict) -> float:
-    return each["predicted_s"] / each["measured_s"] - 1
+    """Relative; infinite without a prediction."""
+    return each["predicted_s"] / each["measured_s"] - 1 if each["predicted_s"] else math.inf
 
 
 def plot(options, found: dict) -> None:
@@ -67,9 +70,9 @@ def plot(options, found: dict) -> None:
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     predicted = {num: each["predicted_s"] for num, each in found.items() if each["predicted_s"]}
     axis.plot(list(predicted), list(predicted.values()), "o-", label="predicted")
-    measured = {num: each["measured_s"] for num, each in found.items() if each["measured_s"]}
-    axis.plot(list(measured), list(measured.values()), "x", markersize=9, label="measured")
-    axis.set(xscale="log", xlabel="GPUs", ylabel="seconds a step", ylim=(0, 1.2 * max(*predicted.values(), *measured.values())), title=f"{options.row}: the same work for each GPU")
+    if measured := {num: each["measured_s"] for num, each in found.items() if each["measured_s"]}:
+        axis.plot(list(measured), list(measured.values()), "x", markersize=9, label="measured")
+    axis.set(xscale="log", xlabel="GPUs", ylabel="seconds a step", ylim=(0, 1.2 * max([*predicted.values(), *measured.values()])), title=f"{options.row}: the same work for each GPU")
     axis.set_xticks(list(found), [str(num) for num in found])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
