@@ -25,6 +25,7 @@ QUICK = {
     "kernel": "--rounds 2 --num-chunks 2 --chunk-numel 1048576",
     "largest": "--rows 1",
     "margin": "--margins 64MiB --hidden 128 --layers 2 --heads 4 --vocab 512 --seq 64 --rounds 1 --steps 4",
+    "memory": "--hidden 256 --layers 2",
     "moments": "--steps 60 --seeds 1 --hidden 32 --layers 1",
     "needs": "--tokens 1024 --hidden 256 --layers 2",
     "overhead": "--hidden 64 --layers 2 --steps 4",

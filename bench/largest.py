@@ -62,7 +62,7 @@ def main():
         largest = largest_parameters(row.machine, Config(**row.config), options)
         found.append(dataclasses.asdict(row) | {"machine": row.machine.name, "parameters": largest.parameters if largest else 0})
         print(f"{row.machine.name}, {row.name}: {largest}", flush=True)
-    rows = [[each["machine"], each["name"], f"{each['parameters'] / 1e9:,.3g}", each["paper"] or "-"] for each in found]
+    rows = [[each["machine"], each["name"], three_digits(each["parameters"] / 1e9), each["paper"] or "-"] for each in found]
     print(table(["machine", "placement", "10^9 parameters", "of the paper"], rows))
     if options.json:
         write_json(options.json, found)
@@ -70,12 +70,16 @@ def main():
         plot(found, options.plot)
 
 
+def three_digits(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,g}"
+
+
 def plot(found: list[dict], path) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(8, 0.5 * len(found) + 1.2), layout="constrained")
     sizes = [each["parameters"] / 1e9 for each in found]
     bars = axis.barh([f"{each['name']}\n{each['machine']}" for each in found], sizes)
-    texts = [f"{size:,.3g}{', paper: ' + each['paper'] if each['paper'] else ''}" for size, each in zip(sizes, found)]
+    texts = [f"{three_digits(size)}{', paper: ' + each['paper'] if each['paper'] else ''}" for size, each in zip(sizes, found)]
     axis.bar_label(bars, texts, padding=3, fontsize=9)
     axis.set(xscale="log", xlabel="10^9 parameters, logarithmic", xlim=(1, 2000 * max(sizes)))
     axis.invert_yaxis()

@@ -18,12 +18,10 @@ from infinity.sizes import format_bytes
 from infinity.tools.machine import Machine
 from infinity.tools.meta_models import TooManyTensors, few_tensors, format_count, gpt, gpt_size, num_heads
 from infinity.tools.predict import formulas
-from infinity.tools.predict.prediction import require_room
+from infinity.tools.predict.prediction import COARSE_CHUNKS, COARSEST_SHARE, require_room
 
 # Sizes in the search for the largest model: from 10^6 to about 3 * 10^16 parameters.
 LEAST_PARAMETERS, LARGEST_STEP, NUM_STEPS = 1e6, 2**0.25, 140
-COARSE_CHUNKS = 1000
-COARSEST_SHARE = 16  # a chunk takes at most 1/16 of a device, because several must fit at once
 
 
 @dataclass(frozen=True)

@@ -118,8 +118,7 @@ def predict(subject: Subject, machine: Machine, config: Config, step: TrainingSt
     machine is unknown."""
     world, num = world_of(machine), sum(param.numel() for param in subject.model.parameters())
     if config.chunk_mib is None and num > COARSE_FROM:
-        nbytes = min(2 * num / COARSE_CHUNKS, machine.device_memory / COARSEST_SHARE)
-        config = dataclasses.replace(config, chunk_mib=nbytes / 2**20)
+        config = dataclasses.replace(config, chunk_mib=min(2 * num / COARSE_CHUNKS, machine.device_memory / COARSEST_SHARE) / 2**20)
     with _settings(world, machine, config) as settings:
         found = train(world, subject, settings, step, lambda engine, marks: _predicted(world, subject, machine, step, engine, marks))
     for tier, need in found.memory.items():

@@ -27,7 +27,7 @@ from infinity.optim.optimizers import AdamW
 from infinity.simulation.world import Rates, SimulatedHost, World
 from infinity.system.capacity import device_of
 from infinity.system.events import Events
-from infinity.system.ranks import make_ranks
+from infinity.system.ranks import Ranks, make_ranks
 from infinity.system.threads import now
 from infinity.tools.machine import Machine
 from infinity.tools.meta_models import Subject, few_tensors
@@ -130,12 +130,9 @@ def require_places(world: World, subject: Subject, config: Config) -> None:
     """Raise BudgetError if the tiers have no place for the records, the slots and the least device memory of the model."""
 
     def main() -> None:
-        with world.outside_the_device():
-            model, _ = _with_values(subject, TrainingStep())
         device = device_of(config.device)
         with make_ranks(device).joined() as ranks:
-            with few_tensors():
-                cut_large_layers(model, config, ranks)
+            model, _ = _cut_model(world, subject, config, TrainingStep(), ranks)
             training = Training.of((), config, scales_loss=False)
             parts = assemble(model, managed_parameters(model), config, device, ranks, Events(), training)
             parts.ahead.close()
@@ -147,15 +144,21 @@ def require_places(world: World, subject: Subject, config: Config) -> None:
 @contextlib.contextmanager
 def _started(world: World, subject: Subject, config: Config, step: TrainingStep):
     """(engine, model, optimizer, inputs) inside the block."""
-    with world.outside_the_device():  # where a program makes and cuts a model
-        model, inputs = _with_values(subject, step)
-        with make_ranks(device_of(config.device)).joined() as ranks, few_tensors():  # tiles count, too
-            cut_large_layers(model, config, ranks)
+    with make_ranks(device_of(config.device)).joined() as ranks:
+        model, inputs = _cut_model(world, subject, config, step, ranks)
     engine = offload(model, config)
     with engine:
         limits = {"accumulation_steps": step.num_micro_batches, "max_grad_norm": step.max_grad_norm}
         optimizer = step.make_optimizer([param for param in model.parameters() if param.requires_grad], **limits)
         yield engine, model, optimizer, inputs
+
+
+def _cut_model(world: World, subject: Subject, config: Config, step: TrainingStep, ranks: Ranks) -> tuple[nn.Module, dict]:
+    """The model with its tiles, which take no device memory before the engine has them, and inputs."""
+    with world.outside_the_device(), few_tensors():  # tiles count, too
+        model, inputs = _with_values(subject, step)
+        cut_large_layers(model, config, ranks)
+    return model, inputs
 
 
 def _is_steady(marks: list[Mark]) -> bool:
