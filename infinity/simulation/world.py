@@ -43,6 +43,8 @@ class Rates:
     exchange between ranks. drive: of a rank's share of the drives, while there are reads and writes. read, write: while there are only these;
     by default as drive.
 
+    beside_drives: share of their speed that processors keep while the drives work, if the device is the CPU.
+
     copy_s, collective_s, kernel_s: seconds of a copy, an exchange, or an operation on the device, without bytes. launch_s: of the host, for an
     operation that the device runs later.
     """
@@ -59,6 +61,7 @@ class Rates:
     drive: float = 3e9
     read: float | None = None
     write: float | None = None
+    beside_drives: float = 1.0
     copy_s: float = 1e-5
     collective_s: float = 2e-5
     kernel_s: float = 0.0
@@ -85,8 +88,10 @@ class Rates:
         if links >= drives.keys():
             for link, share in (("nvme_read", READ_SHARE), ("nvme_write", 1 - READ_SHARE)):
                 speeds[link] = min(1.0, share * self.drive / drives[link])
-        if shares_processors and links >= {"compute", "host"}:
-            speeds |= dict.fromkeys(("compute", "host"), 0.5)
+        if shares_processors:
+            busy = links & {"compute", "host"}
+            speed = (1 / len(busy) if busy else 1.0) * (self.beside_drives if links & drives.keys() else 1.0)
+            speeds |= dict.fromkeys(busy, speed)
         elif "host" in links and not shares_processors:  # work alone uses all of the memory's bandwidth
             sharing = links & {"host", "h2d", "d2h"}
             speeds |= dict.fromkeys(sharing, self.host / sum(getattr(self, link) for link in sharing))

@@ -122,6 +122,13 @@ def test_every_parameter_of_every_rank_is_updated(tmp_path, monkeypatch):
     assert sum(updated) == pytest.approx(4 * num / 4, rel=0.1)  # four steps of a quarter; some shards have padding
 
 
+def test_processors_that_compute_are_slower_beside_drives_and_host_work():
+    rates = Rates(beside_drives=0.8)
+    speed = lambda *links, cpu=True: rates.speeds(frozenset(links), shares_processors=cpu)["compute"]
+    assert [speed("compute"), speed("compute", "host"), speed("compute", "nvme_read"), speed("compute", "host", "nvme_write")] == [1, 0.5, 0.8, 0.4]
+    assert speed("compute", "nvme_read", cpu=False) == 1
+
+
 def test_drives_without_room_are_refused(tmp_path):
     with pytest.raises(SwapError, match="No space|room for"):
         World(Rates(), room_nbytes=1 << 20).run(lambda: play(tmp_path, **NVME))

@@ -70,7 +70,7 @@ def calibrate(arguments) -> int:
             found = [TunedDrive(path, stack.enter_context(probe_in(path))) for path in paths]
             tune_drives(found, progress)
         ranks.barrier()
-        links = measure_links(device, ranks, progress)
+        links = measure_links(device, ranks, progress, paths)
         if ranks.is_first:
             num_busy = others.num_cores() if not ranks.are_several else 0.0
             machine = _machine(device, ranks.world, found, links, known, is_busy=is_busy(num_busy))
@@ -113,6 +113,7 @@ def _machine(
         "gather_gbps": ("gather", 1e9),
         "copy_latency_us": ("copy_s", 1e-6),
         "op_overhead_us": ("op_s", 1e-6),
+        "beside_drives": ("product_beside_drives", links["product"].value),
         "gather_latency_us": ("gather_s", 1e-6),
     }
     left_out = _OF_SEVERAL if several_known else ()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,9 +19,9 @@ from infinity.tools.progress import Progress
 LINK_NBYTES = 32 << 20  # of a copied or gathered chunk
 
 
-def measure_links(device: torch.device, ranks: Ranks, progress: Progress) -> dict[str, figures.Figure]:
-    """Figures by name: rates in units per second, and times in seconds. All ranks take part. The slowest rank counts."""
-    measures = _measures(device, ranks)
+def measure_links(device: torch.device, ranks: Ranks, progress: Progress, paths: Sequence[Path]) -> dict[str, figures.Figure]:
+    """Figures by name: rates in units per second, and times in seconds. All ranks take part. The slowest rank counts. paths: swap directories."""
+    measures = _measures(device, ranks, paths)
 
     def measure(name: str, number: int) -> list[float]:
         title, work = measures[name]
@@ -33,7 +34,7 @@ def measure_links(device: torch.device, ranks: Ranks, progress: Progress) -> dic
     return {name: found for name, (found,) in figures.in_rounds(measures, measure).items()}
 
 
-def _measures(device: torch.device, ranks: Ranks) -> dict[str, tuple[str, Callable[[], float]]]:
+def _measures(device: torch.device, ranks: Ranks, paths: Sequence[Path]) -> dict[str, tuple[str, Callable[[], float]]]:
     """By name: a title, and a function that measures the figure once. The value is the same on all ranks."""
 
     def of_one(title: str, work: Callable[[], float]) -> tuple[str, Callable[[], float]]:
@@ -59,7 +60,9 @@ def _measures(device: torch.device, ranks: Ranks) -> dict[str, tuple[str, Callab
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
         "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most),
     }
-    if cuda:
+    if not cuda:
+        found["product_beside_drives"] = of_one("products while drives work", lambda: probes.product_rate_beside_drives(paths))
+    else:
         found |= {
             "attention": of_one("attention", lambda: gpu_rates.attention_rate(device)),
             "device_memory": of_one("device memory", lambda: gpu_rates.memory_rate(device)),

@@ -11,10 +11,13 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,7 @@ AHEAD = 8  # chunks in flight to and from NVMe
 NUM_ROUNDS = 5  # of a processor measurement, of which the median counts
 UPDATE_NUMEL, UPDATE_RECORDS = 4 << 20, 32  # parameters of a record; all records together exceed the caches of processors
 LARGER = 8  # times, on a GPU, which updates a record in less time than the host needs for the next call
+BESIDE_NBYTES = 16 << 20  # of a chunk on the drives beside products
 SMALL_LAYERS = 64
 CPU_BLOCK = (512, 8, 4, 128)  # hidden, heads, batch, length
 
@@ -70,14 +74,14 @@ def launched(name: str | None) -> Iterator[tuple[torch.device, Ranks]]:
 class SwapTransfers:
     """Moves chunks between NVMe and host memory, through the swap files and queues of an engine in these directories."""
 
-    def __init__(self, paths: Sequence[str | os.PathLike], chunk_nbytes: int, *, write: bool):
+    def __init__(self, paths: Sequence[str | os.PathLike], chunk_nbytes: int, *, write: bool, checksums: bool = False):
         self.chunk_nbytes, self._write, self.num_chunks = chunk_nbytes, write, _num_chunks(chunk_nbytes)
         self._arena = Arena()
         memory = _random(self._arena, (self.num_chunks + 1) * chunk_nbytes)
         buffers = [memory[start : start + chunk_nbytes] for start in range(0, len(memory), chunk_nbytes)]
         self._spare, self._buffers = buffers[-1], buffers[:-1]
         self._sums = [aio_ext.crc32c(buffer) for buffer in self._buffers]
-        self._swap = Swap(paths, checksums=False)  # `check` compares all bytes, outside the timed part
+        self._swap = Swap(paths, checksums=checksums)  # `check` compares all bytes, outside the timed part
         try:
             self._extents = [self._swap.allocate(chunk_nbytes) for _ in range(self.num_chunks)]
             self._swap.reserve()
@@ -89,6 +93,10 @@ class SwapTransfers:
     def move(self, round_: int) -> float:
         """Seconds."""
         return self._run(self._swap.write if self._write else self._swap.read, 1 + round_)
+
+    def move_back(self, round_: int) -> float:
+        """Seconds of the same bytes in the other direction."""
+        return self._run(self._swap.read if self._write else self._swap.write, 1 + round_)
 
     def check(self, round_: int) -> None:
         for index, extent in enumerate(self._extents):
@@ -309,6 +317,31 @@ def update_rate(device: torch.device, *, beside_gpu: bool = False) -> float:
 def product_rate(device: torch.device) -> float:
     """Floating-point operations per second: on a GPU, in matrix products; on the CPU, in the forward and backward pass of a transformer block."""
     return gpu_rates.product_rate(device) if device.type == "cuda" else _block_rate(device)
+
+
+def product_rate_beside_drives(paths: Sequence[str | os.PathLike]) -> float:
+    """As `product_rate` on the CPU, while another thread reads and writes on all drives, as an engine does: checksums take processor time."""
+    over = threading.Event()
+
+    def move() -> None:
+        with contextlib.closing(SwapTransfers(paths, BESIDE_NBYTES, write=True, checksums=True)) as transfers:
+            began.set()
+            for round_ in itertools.count():
+                if over.is_set():
+                    return
+                transfers.move(2 * round_)
+                transfers.move_back(2 * round_ + 1)
+
+    began = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        while not began.wait(0.1) and not moving.done():
+            pass
+        try:
+            return _block_rate(torch.device("cpu"))
+        finally:
+            over.set()
+            moving.result()
 
 
 def _block_rate(device: torch.device) -> float:

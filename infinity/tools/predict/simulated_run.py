@@ -86,16 +86,16 @@ def world_of(machine: Machine) -> World:
         copy_s=machine.copy_latency_us * 1e-6,
         collective_s=machine.gather_latency_us * 1e-6,
         kernel_s=0.0 if on_cpu else KERNEL_S,
+        beside_drives=machine.beside_drives,
         launch_s=machine.op_overhead_us * 1e-6 / OPERATIONS_PER_OP,
     )
-    capacity = (machine.total("capacity") or 1 << 60) if machine.drives else 0
     return World(
         rates,
         num_ranks=machine.world,
         num_local=share,
         device_nbytes=None if on_cpu else usable_nbytes(machine),
         host=SimulatedHost(machine.host_memory - min(SYSTEM_NBYTES, int(machine.host_memory * SYSTEM_SHARE)), machine.cores),
-        room_nbytes=capacity,
+        room_nbytes=(machine.total("capacity") or 1 << 60) if machine.drives else 0,
         kept_nbytes=KEPT_NBYTES,
     )
 
