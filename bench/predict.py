@@ -5,9 +5,9 @@
 
 First `infinity calibrate` measures the machine, unless --machine names a file. Then each row runs in a process of its own, and the same row is
 predicted. A step's time is the median of the second half of its steps, its bytes are their mean: in the first steps the engine still tries
-placements. If it has undone a placement, the two steps after that do not count. Memory is the most of a run: tensors on a GPU, pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers
-with random weights, 4,096 tokens a sequence, and the loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An
-error is predicted / measured - 1.
+placements. If it has undone a placement, the two steps after that do not count, unless the run ends before. Memory is the most of a run: tensors
+on a GPU, pinned host memory, files on NVMe. On a GPU the models are Llamas of transformers with random weights, 4,096 tokens a sequence, and the
+loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters. An error is predicted / measured - 1.
 
 The bars: seconds 7 % in the median and 15 % at worst, bytes of each link 2 %, memory of each tier 3 %. A link counts if it moves 5 % of the
 bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning.

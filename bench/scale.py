@@ -34,6 +34,8 @@ def main():
     parser.add_argument("--batches", type=_common.positive, nargs="+", default=[2, 4, 8], help="sequences a device and step")
     parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     options = _common.parse(parser)
+    if len(options.params) > 1 < len(options.nodes):
+        parser.error("--params and --nodes: give several sizes on one number of nodes, or one size on several")
     node = Machine.load(options.machine)
     found = {}
     for size, batch, nodes in itertools.product(options.params, options.batches, options.nodes):
@@ -80,12 +82,15 @@ def main():
 
 def plot(found: dict, options, node: Machine) -> None:
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     by_size = len(options.params) > 1
     xs = options.params if by_size else options.nodes
     title = f"{options.nodes[0]} nodes" if by_size else f"GPT of {format_count(options.params[0])} parameters"
     for batch in options.batches:
-        rows = {size if by_size else nodes: row for (size, b, nodes), row in found.items() if b == batch and nodes in (options.nodes[:1] if by_size else xs)}
+        rows = {}
+        for (size, its_batch, nodes), row in found.items():
+            if its_batch == batch and (nodes == options.nodes[0] or not by_size):
+                rows[size if by_size else nodes] = row
         line = left.plot(list(rows), [row["tflops"] for row in rows.values()], "o-", label=f"{batch} sequences a device")[0]
         right.plot(list(rows), [row["seconds"] for row in rows.values()], "o-", color=line.get_color(), label=f"batch {batch}, step")
         right.plot(list(rows), [row["compute_seconds"] for row in rows.values()], ":", color=line.get_color(), label="its compute alone")
@@ -99,8 +104,8 @@ def plot(found: dict, options, node: Machine) -> None:
         axis.minorticks_off()
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
-    figure.suptitle(f"{title}, simulated: {node.name} a node, sequences of {SEQ}")
-    figure.savefig(options.plot, dpi=120)
+    figure.suptitle(f"{title}, simulated: {node.name} a node, sequences of {SEQ}", fontsize=10)
+    figure.savefig(options.plot, dpi=150)
 
 
 if __name__ == "__main__":

@@ -18,41 +18,56 @@ import predict
 from infinity.output import pyplot, table, write_json
 from infinity.tools.machine import Machine
 
-BAR = 0.10
+MOST_ERROR = 0.10
+GPUS = predict.ROWS["cuda"]
+IN_PAIRS = [name for name, row in GPUS.items() if GPUS.get(f"{name}, 2 GPUs") == dataclasses.replace(row, num_ranks=2)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path)
-    parser.add_argument("--row", choices=list(predict.ROWS["cuda"]), default="3 B, host")
+    parser.add_argument("--row", choices=IN_PAIRS, default="3 B, host")
     parser.add_argument("--node", type=Path, default=Path("h200x8"))
     parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 4, 16, 64])
     options = _common.parse(parser)
-    row, node, found = predict.ROWS["cuda"][options.row], Machine.load(options.node), {}
+    row, node, found = GPUS[options.row], Machine.load(options.node), []
     if options.measured:
-        measured = json.loads(options.measured.read_text())
-        machine = Machine.from_table(measured["machine"])
-        for num, name in enumerate((options.row, f"{options.row}, 2 GPUs"), 1):
-            seconds = measured["rows"].get(name, {}).get("measured", {}).get("s")
-            found[num] = {"machine": machine.name, "measured_s": seconds} | seconds_of(row, machine, num, 1)
+        machine, seconds = read(parser, options)
+        for num, measured_s in seconds.items():
+            found.append({"gpus": num, "machine": machine.name, "measured_s": measured_s} | seconds_of(row, machine, num, 1))
     for nodes in options.nodes:
-        found[nodes * node.devices] = {"machine": node.name, "measured_s": None} | seconds_of(row, node, node.devices, nodes)
+        num = nodes * node.devices
+        found.append({"gpus": num, "machine": node.name, "measured_s": None} | seconds_of(row, node, node.devices, nodes))
     rows = [
         [
-            str(num),
+            str(each["gpus"]),
             each["machine"],
             f"{each['predicted_s']:.3f}" if each["predicted_s"] else each["error"],
             f"{each['measured_s']:.3f}" if each["measured_s"] else "-",
             f"{error_of(each):+.1%}" if each["measured_s"] else "-",
         ]
-        for num, each in found.items()
+        for each in found
     ]
     print(table(["GPUs", "machine", "predicted, s", "measured, s", "error"], rows))
     if options.json:
-        write_json(options.json, {"row": options.row, "by_gpus": found})
+        write_json(options.json, {"row": options.row, "rows": found})
     if options.plot:
         plot(options, found)
-    return int(any(abs(error_of(each)) > BAR for each in found.values() if each["measured_s"]))
+    return int(any(abs(error_of(each)) > MOST_ERROR for each in found if each["measured_s"]))
+
+
+def read(parser, options) -> tuple[Machine, dict[int, float]]:
+    """The machine of --measured, and the measured seconds by number of GPUs."""
+    try:
+        content = json.loads(options.measured.read_text())
+        rows, machine = content["rows"], Machine.from_table(content["machine"])
+        names = {num: name for num, name in ((1, options.row), (2, f"{options.row}, 2 GPUs")) if "s" in rows.get(name, {}).get("measured", {})}
+        seconds = {num: rows[name]["measured"]["s"] for num, name in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        parser.error(f"--measured {options.measured}: expected a --json file of bench/predict.py")
+    if not seconds:
+        parser.error(f"--measured {options.measured}: it has no measured row {options.row!r}, with or without ', 2 GPUs'")
+    return machine, seconds
 
 
 def seconds_of(row: predict.Row, machine: Machine, devices: int, nodes: int) -> dict:
@@ -68,12 +83,13 @@ def error_of(each: dict) -> float:
 def plot(options, found: dict) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    predicted = {num: each["predicted_s"] for num, each in found.items() if each["predicted_s"]}
-    axis.plot(list(predicted), list(predicted.values()), "o-", label="predicted")
-    if measured := {num: each["measured_s"] for num, each in found.items() if each["measured_s"]}:
-        axis.plot(list(measured), list(measured.values()), "x", markersize=9, label="measured")
-    axis.set(xscale="log", xlabel="GPUs", ylabel="seconds a step", ylim=(0, 1.2 * max([*predicted.values(), *measured.values()])), title=f"{options.row}: the same work for each GPU")
-    axis.set_xticks(list(found), [str(num) for num in found])
+    most = 0.0
+    for kind, style in (("predicted", "o-"), ("measured", "x")):
+        points = [(each["gpus"], each[f"{kind}_s"]) for each in found if each[f"{kind}_s"]]
+        axis.plot([num for num, _ in points], [seconds for _, seconds in points], style, label=kind)
+        most = max([most, *(seconds for _, seconds in points)])
+    axis.set(xscale="log", xlabel="GPUs", ylabel="seconds a step", ylim=(0, 1.2 * most), title=f"{options.row}: the same work for each GPU")
+    axis.set_xticks([each["gpus"] for each in found], [str(each["gpus"]) for each in found])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend(loc="lower left")

@@ -271,11 +271,9 @@ class TiledEmbedding(Tiled):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tiles={len(self.tiles)}"
 
 
-def become_tiled(layers: list[nn.Module], num_tiles: int) -> None:
-    """Cut plain layers with a common weight, in place, into num_tiles tiles of rows; see [Note: how a layer becomes its tiled form]."""
-    weight = layers[0].weight
-    sizes = _even(weight.shape[0], num_tiles, "tiles")
-    weights = _cut(weight, sizes)
+def become_tiled(layers: list[nn.Module], sizes: list[int]) -> None:
+    """Cut plain layers with a common weight, in place, into tiles of so many rows; see [Note: how a layer becomes its tiled form]."""
+    weights = _cut(layers[0].weight, sizes)
     for layer in layers:
         del layer._parameters["weight"]
         bias = layer._parameters.pop("bias", None)

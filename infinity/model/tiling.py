@@ -5,13 +5,15 @@ Knows modules and references to their parameters. Must not know tiers, budgets o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from infinity.formats.format import SCALE_BLOCK
 from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
+from infinity.sizes import round_up
 
 AUTO_TILES = 8  # tiles of an "auto" size that fit the device
 LEAST_AUTO_TILE_NBYTES = 64 << 10  # smaller tiles would not help: the whole budget is too small
@@ -24,16 +26,7 @@ def tile_large_layers(model: nn.Module, *, above_nbytes: int, tile_nbytes: int, 
     names. A weight of several layers is cut once. Not cut: subclasses, layers with hooks or options that tiles lack, and weights with
     other references; see [Note: how a layer becomes its tiled form]. The parameters are new: cut before an optimizer is created.
     """
-    num_tiles: dict[nn.Module, int] = {}
-    for weight, layers in _weights_to_cut(model, above_nbytes, itemsize):
-        num_rows, num_columns = weight.shape
-        rows_a_tile = max(1, tile_nbytes // (num_columns * itemsize))
-        if num_rows <= rows_a_tile:
-            continue
-        tiles = -(-num_rows // rows_a_tile)
-        become_tiled(layers, tiles)
-        num_tiles |= dict.fromkeys(layers, tiles)
-    return [(name, num_tiles[module]) for name, module in model.named_modules() if module in num_tiles]
+    return _cut_layers(model, lambda layer: _nbytes(layer, itemsize) > above_nbytes, tile_nbytes, itemsize)
 
 
 def tile_to_fit(
@@ -41,19 +34,46 @@ def tile_to_fit(
 ) -> list[tuple[str, int]]:
     """Like `tile_large_layers`, by Config.tile_above: a number of bytes, None, or "auto" for layers that do not fit the device budget.
     reduces: gradients are summed over several ranks."""
-    above_nbytes, tile_nbytes = tile_limits(above, device_nbytes, reduces=reduces)
-    return tile_large_layers(model, above_nbytes=above_nbytes, tile_nbytes=tile_nbytes, itemsize=itemsize) if tile_nbytes else []
+    above_nbytes, tile_nbytes = tile_limits(above, device_nbytes)
+
+    def is_large(layer: nn.Module) -> bool:
+        # A reduction needs the buffers of this layer and of the layer before it, which are as large as the weight and its gradient.
+        copies = 2 if above == "auto" and reduces and layer._parameters["weight"].requires_grad else 1
+        return copies * _nbytes(layer, itemsize) > above_nbytes
+
+    return _cut_layers(model, is_large, tile_nbytes, itemsize) if tile_nbytes else []
 
 
-def tile_limits(above: int | str | None, device_nbytes: int, *, reduces: bool = False) -> tuple[int, int]:
+def _cut_layers(model: nn.Module, is_large: Callable[[nn.Module], bool], tile_nbytes: int, itemsize: int) -> list[tuple[str, int]]:
+    num_tiles: dict[nn.Module, int] = {}
+    for weight, layers in _weights_to_cut(model, is_large):
+        num_rows, num_columns = weight.shape
+        rows_a_tile = max(1, tile_nbytes // (num_columns * itemsize))
+        if num_rows <= rows_a_tile:
+            continue
+        sizes = _rows_of_tiles(num_rows, rows_a_tile)
+        become_tiled(layers, sizes)
+        num_tiles |= dict.fromkeys(layers, len(sizes))
+    return [(name, num_tiles[module]) for name, module in model.named_modules() if module in num_tiles]
+
+
+def _rows_of_tiles(num_rows: int, most: int) -> list[int]:
+    """Rows of each tile, at most `most`, about even. If tiles are large enough, no border cuts a block of elements with one scale. Then a
+    checkpoint of 8-bit moments also loads where the layer is whole, or has other tiles."""
+    tiles = -(-num_rows // most)
+    if most < SCALE_BLOCK:
+        return [num_rows // tiles + (index < num_rows % tiles) for index in range(tiles)]
+    each = min(round_up(-(-num_rows // tiles), SCALE_BLOCK), most // SCALE_BLOCK * SCALE_BLOCK)
+    return [min(each, num_rows - begin) for begin in range(0, num_rows, each)]
+
+
+def tile_limits(above: int | str | None, device_nbytes: int) -> tuple[int, int]:
     """(bytes above which a weight is cut, bytes of a tile); 0 if no layer is cut. Arguments as of `tile_to_fit`."""
     if above != "auto":
         return above or 0, above or 0
     tile = device_nbytes // AUTO_TILES
-    # A layer and its gradient take twice the bytes of the weight. If gradients are reduced, so do the buffers of this layer and of the one
-    # before it. An eighth of the budget is for the op's other memory.
-    copies = 4 if reduces else 2
-    return device_nbytes * 7 // (8 * copies), tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
+    # With the gradient, a layer takes twice the bytes. An eighth of the budget is for the op's other memory.
+    return device_nbytes * 7 // 16, tile if tile >= LEAST_AUTO_TILE_NBYTES else 0
 
 
 @dataclass(frozen=True)
@@ -90,10 +110,10 @@ def _placed(model: nn.Module) -> Iterator[tuple[nn.Parameter, Place]]:
 # The choice of layers.
 
 
-def _weights_to_cut(model: nn.Module, above_nbytes: int, itemsize: int) -> list[tuple[nn.Parameter, list[nn.Module]]]:
-    """Weights of more bytes than above_nbytes that only layers with a tiled form refer to, with these layers."""
+def _weights_to_cut(model: nn.Module, is_large: Callable[[nn.Module], bool]) -> list[tuple[nn.Parameter, list[nn.Module]]]:
+    """Weights of large layers that only layers with a tiled form refer to, with these layers."""
     with torch._C.DisableTorchFunction():  # inside infinity.init each getter would call `__torch_function__`
-        large = [module for module in model.modules() if _has_tiled_form(module) and _nbytes(module, itemsize) > above_nbytes]
+        large = [module for module in model.modules() if _has_tiled_form(module) and is_large(module)]
     if not large:  # the search for references looks at all attributes of all modules
         return []
     users: dict[int, list[tuple[nn.Module, str]]] = {}

@@ -56,7 +56,7 @@ class Ranks:
 
     Creates three groups: `data` (nccl on CUDA, gloo on the CPU) moves chunks; `control` (gloo) is for agreements of the training
     threads, and `order` (gloo) for those of the threads that call `data`. Every rank must construct this object at the same point of the
-    program. alone: it has no peers, whatever other processes there are; then every rank may construct it when it likes.
+    program. alone: the ranks are this process only, although there are others; then each process may construct it at any time.
     """
 
     def __init__(self, device: torch.device, *, alone: bool = False):

@@ -352,7 +352,8 @@ class _Press:
 
 
 def _decode_last(parts: list[tuple[memoryview, int, int]]) -> None:
-    """Decode the last part and remove it. A part without code, of itemsize 0, is in its place already."""
+    """Decode the last part and remove it. A part without code, of itemsize 0, is in its place already, and takes no time of the codec in a
+    simulation. A part of zeros has no bytes to decode."""
     memory, itemsize, nbytes = parts[-1]
     host_bytes.work(len(memory) if itemsize else 0, _huffman.decode_last, parts, kind=CODEC if nbytes else "")
 

@@ -111,8 +111,8 @@ class Machine:
 
     @property
     def unsure_names(self) -> list[str]:
-        """The unsure figures of the machine and its drives."""
-        return [*self.unsure, *(f"{name} of {drive.path or 'a drive'}" for drive in self.drives for name in drive.unsure)]
+        """The unsure figures of the machine and its drives that predictions use."""
+        return [*(name for name in self.unsure if name != "host_gbps"), *(f"{name} of {drive.path or 'a drive'}" for drive in self.drives for name in drive.unsure)]
 
     def require_rates(self) -> None:
         """Raise ConfigError if a rate that predictions need is unknown."""
@@ -215,9 +215,9 @@ def _settle(value, where: str, sizes: tuple[str, ...]) -> list[str]:
 def _names(given, value) -> tuple[str, ...]:
     """Names of figures in `value`, from a list."""
     figures = [field.name for field in dataclasses.fields(value) if field.type.startswith("float")]
-    if not isinstance(given, (list, tuple)) or not set(given) <= set(figures):
+    if not isinstance(given, (list, tuple)) or not all(name in figures for name in given):
         raise ConfigError(f"expected a list with names of {', '.join(figures)}; got {given!r}")
-    return tuple(given)
+    return tuple(dict.fromkeys(given))
 
 
 def _check_names(cls, content: Mapping, where: str) -> list[str]:

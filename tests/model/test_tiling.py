@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity import TiledEmbedding, TiledLinear, linear_cross_entropy, tile_large_layers
 from infinity.errors import BudgetError, ConfigError
+from infinity.model.tiling import tile_to_fit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -428,6 +429,22 @@ def test_tiles_are_whole_rows_within_the_limit(above, tile, itemsize, rows):
     assert [part.out_features for part in getattr(layer, "tiles", ())] == (rows or [])
 
 
+@pytest.mark.parametrize("num_rows, most", [(1000, 300), (1000, 128), (129, 128), (4096, 1024), (2000, 200), (1000, 999)])
+def test_borders_of_large_tiles_keep_blocks_of_one_scale_whole(num_rows, most):
+    model = nn.Sequential(nn.Linear(4, num_rows))
+    infinity.tile_large_layers(model, above_nbytes=4, tile_nbytes=most * 16, itemsize=4)
+    rows = [tile.weight.shape[0] for tile in model[0].tiles]
+    assert sum(rows) == num_rows and max(rows) <= most
+    assert len(rows) > 1 and not any(each % 128 for each in rows[:-1])
+
+
+@pytest.mark.parametrize("reduces, frozen, is_cut", [(False, False, False), (True, False, True), (True, True, False)])
+def test_a_reduced_gradient_counts_as_much_as_weight_and_gradient(reduces, frozen, is_cut):
+    model = nn.Linear(256, 1024, bias=False).requires_grad_(not frozen)
+    found = tile_to_fit(model, "auto", device_nbytes=4 * 256 * 1024 * 4, itemsize=4, reduces=reduces)  # the weight takes a quarter
+    assert bool(found) == is_cut
+
+
 def test_a_layer_with_several_names_is_split_once():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     model.again, model.unregistered = model[0], [model[2]]
@@ -592,7 +609,7 @@ def plain_losses(**options):
 
 
 TILINGS = {  # configuration, number of tiles per large layer
-    "auto": ({"device_memory": "512KiB"}, 8),
+    "auto": ({"device_memory": "512KiB"}, 10),
     "bytes": ({"tile_above": "32KiB", "device_memory": 200_000}, 15),
 }
 
@@ -651,7 +668,7 @@ def test_layers_tiled_after_init_have_the_plain_models_values(window, tmp_path):
         with infinity.engine_of(model) as engine:
             for name in ("token", "head"):
                 tiles = getattr(model, name).tiles
-                assert len(tiles) == 8
+                assert len(tiles) == 10
                 got = torch.cat([engine.read_state(tile.weight)["weight"] for tile in tiles])
                 assert torch.equal(got, getattr(plain, name).weight)
 
@@ -659,7 +676,7 @@ def test_layers_tiled_after_init_have_the_plain_models_values(window, tmp_path):
 def test_auto_splits_a_layer_above_seven_sixteenths_of_the_device(tmp_path):
     """Exception: one eighth of the device memory is less than 64 KiB."""
     fits = LAYER_NBYTES * 16 // 7 + 1
-    for budget, num_tiles in ((fits, 0), (fits - 1, 4), (512 << 10, 8), ((512 << 10) - 1, 0)):
+    for budget, num_tiles in ((fits, 0), (fits - 1, 5), (512 << 10, 10), ((512 << 10) - 1, 0)):
         model = lookup()
         config = infinity.Config(swap_dirs=tmp_path, device="cpu", dtype="fp32", device_memory=budget)
         with infinity.offload(model, config):

@@ -20,7 +20,7 @@ from infinity.errors import ConfigError, RenamedWarning
 from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
-from infinity.tools.machine import Machine
+from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.measure import calibration, drive_tuning, figures, link_rates, probes, search
 from infinity.tools.measure.calibration_report import calibration_warnings
 from infinity.tools.measure.figures import Figure, OtherProcesses
@@ -357,7 +357,28 @@ def test_a_sure_value_of_the_file_stays_before_an_unsure_one():
     assert calibration._machine(cpu, 1, [], links, known, is_busy=True).update_gparams == 0.7
 
 
-@pytest.mark.parametrize("names", ["device_tflops", [3], ["tflops"], ["devices"], ["read_gbps"]])
+def test_values_that_are_not_measured_stay():
+    names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s")
+    links = {name: Figure((3e9, 3e9, 3e9)) for name in names}
+    known = Machine(device="cpu", device_memory=1024, host_memory=1024, attention_tflops=0.5, device_gbps=12, unsure=("attention_tflops",))
+    found = calibration._machine(torch.device("cpu"), 1, [], links, known)
+    assert (found.attention_tflops, found.device_gbps, found.unsure) == (0.5, 12, ("attention_tflops",))
+
+
+def test_a_sure_value_of_other_devices_or_drives_does_not_stay(paths):
+    names = ("memory", "update", "product", "h2d", "d2h", "copy_s", "op_s", "d2h_all", "gather", "gather_s")
+    links = {name: Figure((3e9, 3e9, 3e9)) for name in names} | {"h2d_all": Figure((4e9, 5e9, 6e9))}
+    one = Machine(device="cpu", device_memory=1024, host_memory=1024, h2d_all_gbps=50.0, drives=(DriveRates(path=str(paths[0]), mixed_gbps=6.0),))
+    found = calibration._machine(torch.device("cpu"), 2, [], links, one)
+    assert (found.h2d_all_gbps, found.unsure) == (5.0, ("h2d_all_gbps",))
+    assert calibration._machine(torch.device("cpu"), 2, [], links, replace(one, devices=2, gather_gbps=1.0)).h2d_all_gbps == 50.0
+    varying = dict.fromkeys(drives.MIXES, Figure((1e9, 2e9, 3e9)))
+    tuned = [drive_tuning.TunedDrive(path, None, alone=varying, together=varying) for path in paths[:2]]
+    for count, rate in ((1, 6.0), (2, 2.0)):  # measured alone before, and now with another drive
+        assert calibration._machine(torch.device("cpu"), 1, tuned[:count], links, one).drives[0].mixed_gbps == rate
+
+
+@pytest.mark.parametrize("names", ["device_tflops", [3], ["tflops"], ["devices"], ["read_gbps"], [["h2d_gbps"]], [{}]])
 def test_unsure_names_are_names_of_figures(names):
     with pytest.raises(ConfigError, match="unsure: expected a list with names of device_tflops, "):
         Machine(device_memory=1024, host_memory=1024, unsure=names)

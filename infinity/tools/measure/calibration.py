@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -79,7 +79,7 @@ def calibrate(arguments) -> int:
             give(calibration_report(output, machine, found, links, warned), calibration_text(found, links, ranks.world), arguments.json)
             for text in warned:
                 print(f"infinity: warning: {text}", file=sys.stderr)
-            _write(output, config_files.read(output) if output.exists() else {}, machine, found)
+            _write(output, config_files.read(output) if output.exists() else {}, machine, found, is_busy(num_busy))
             if not arguments.json:
                 print(f"\ntokens per step of a GPT with all states on NVMe: {tokens_that_hide(machine)}")
                 print(f"\nwritten to {output}, and to {drives.CACHE_NAME} in each directory")
@@ -97,7 +97,8 @@ def _machine(
     cores, and no figure is sure."""
     memory = min(psutil.virtual_memory().total, read_memory_limit() or math.inf)
     kept = {name: getattr(known, name) for name in _KEPT} if known else {"name": platform.node()}
-    if several_known := known is not None and world == 1 < known.devices:  # one process measures one of several devices
+    several_known = known is not None and world == 1 < known.devices  # one process measures one of several devices
+    if several_known:
         kept |= {name: getattr(known, name) for name in _OF_SEVERAL}
     fields = {
         "device_tflops": ("product", 1e12),
@@ -116,10 +117,12 @@ def _machine(
         "beside_drives": ("product_beside_drives", links["product"].value),
         "gather_latency_us": ("gather_s", 1e-6),
     }
-    left_out = _OF_SEVERAL if several_known else ()
-    measured = {name: (links[link], unit) for name, (link, unit) in fields.items() if link in links and name not in left_out}
-    # Figures of another type of device do not apply.
-    figures = _chosen(measured, known if known and known.device == device.type else None, is_busy)
+    measured = {name: (links[link], unit) for name, (link, unit) in fields.items() if link in links and not (several_known and name in _OF_SEVERAL)}
+    # Figures of another type of device do not apply, and figures of all devices do not apply to another number of them.
+    before = known if known and known.device == device.type else None
+    figures = _chosen(measured, before, is_busy, other=_OF_SEVERAL if before and before.devices != world else ())
+    if before is not None:
+        figures = {name: getattr(before, name) for name in fields if name not in measured} | figures
     return Machine(
         **figures | {"devices": world} | kept,
         device=device.type,
@@ -136,11 +139,12 @@ def _drive_rates(found: list[TunedDrive], known: Machine | None, is_busy: bool) 
     rates = []
     for each in found:
         status, earlier = os.statvfs(each.path), before.get(str(each.path))
+        is_same = before.keys() == {str(drive.path) for drive in found}  # rates of drives that work together
         measured = {f"{mix}_gbps": (figure, 1e9) for mix, figure in each.together.items()}
         rates.append(
             DriveRates(
                 path=str(each.path),
-                **_chosen(measured, earlier, is_busy),
+                **_chosen(measured, earlier, is_busy, other=() if is_same else measured),
                 capacity=status.f_bavail * status.f_frsize // sharers[os.stat(each.path).st_dev],
                 endurance=earlier.endurance if earlier else 0,
             )
@@ -148,15 +152,17 @@ def _drive_rates(found: list[TunedDrive], known: Machine | None, is_busy: bool) 
     return tuple(rates)
 
 
-def _chosen(measured: dict[str, tuple[Figure, float]], before: Machine | DriveRates | None, is_busy: bool) -> dict:
+def _chosen(
+    measured: dict[str, tuple[Figure, float]], before: Machine | DriveRates | None, is_busy: bool, other: Collection[str] = ()
+) -> dict:
     """The fields of a Machine or of DriveRates, with the names of the unsure ones. measured: figures with their units. Sure values of
-    `before`, from the earlier file, are kept instead of unsure ones."""
+    `before`, from the earlier file, are kept instead of unsure ones, except for `other`: names with another meaning there."""
     values, unsure = {}, [] if before is None else [name for name in before.unsure if name not in measured]
     for name, (figure, unit) in measured.items():
         values[name] = figure.written(unit)
         if is_busy or not figure.repeats:
             earlier = getattr(before, name, None)
-            if earlier is not None and earlier != _default(before, name) and name not in before.unsure:
+            if earlier is not None and earlier != _default(before, name) and name not in (*before.unsure, *other):
                 values[name] = earlier
             else:
                 unsure.append(name)
@@ -192,9 +198,12 @@ def _settings(output: Path, content: dict, paths: Iterable[Path]) -> dict:
     return with_new_names(content.get("config", {}), CONFIG_FIELDS, f"{output}: ") | {"swap_dirs": list(map(str, paths))}
 
 
-def _write(output: Path, content: dict, machine: Machine, found: list[TunedDrive]) -> None:
+def _write(output: Path, content: dict, machine: Machine, found: list[TunedDrive], busy: bool) -> None:
     """See [Note: files of calibrate]."""
     for each in found:
+        if (busy or not each.alone["mixed"].repeats) and (each.path / drives.CACHE_NAME).exists():
+            print(f"infinity: warning: {each.path / drives.CACHE_NAME} stays as it is: the new rate is unsure", file=sys.stderr)
+            continue
         fd = os.open(each.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             drives.store(fd, each.drive)

@@ -52,7 +52,7 @@ def calibration_warnings(machine: Machine, found: list[TunedDrive], links: dict[
         lines += [_unsure(f"{each.path}, {mix}", 1e9, "GB/s", figure) for mix, figure in each.together.items() if not figure.repeats]
     if is_busy(num_busy):
         cores = len(os.sched_getaffinity(0))
-        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy during calibrate: no figure is sure")
+        lines.append(f"other processes kept {num_busy:.1f} of {cores} cores busy during calibrate: no new figure is sure, and sure earlier ones stay")
     if unsure := machine.unsure_names:
         lines.append(f"written as unsure: {', '.join(unsure)}")
     again = bool(lines)

@@ -4,7 +4,7 @@ Knows values by round, and processor times. Must not know the meaning of a figur
 
 # [Note: a figure that repeats]
 # calibrate measures in three rounds, and each round measures every figure once, because other work seldom disturbs all rounds alike. A figure
-# repeats if its values lie within 5 % of the median, or, for a small time, within 20 us. From five values on, the lowest and the highest do
+# repeats if its values differ by at most 5 % of the median, or, for a small time, by 20 us. From five values on, the lowest and the highest do
 # not count. A figure that does not repeat is measured in up to four more rounds. If it does not repeat after these either, the figure is
 # unsure: the file has the median and names the figure, unless the file already has a sure value. An overhead is a difference of two
 # measurements, and noise can make it negative. The rounds are therefore compared before negative values become zero. Steady work of other

@@ -43,7 +43,7 @@ MIN_CHUNKS, MAX_CHUNKS = 4, 64
 AHEAD = 8  # chunks in flight to and from NVMe
 NUM_ROUNDS = 5  # of a processor measurement, of which the median counts
 UPDATE_NUMEL, UPDATE_RECORDS = 4 << 20, 32  # parameters of a record; all records together exceed the caches of processors
-LARGER = 8  # times, on a GPU, which updates a record in less time than the host needs for the next call
+GPU_RECORD_FACTOR = 8  # a GPU updates a record of UPDATE_NUMEL in less time than the host needs for the next call
 BESIDE_NBYTES = 16 << 20  # of a chunk on the drives beside products
 SMALL_LAYERS = 64
 CPU_BLOCK = (512, 8, 4, 128)  # hidden, heads, batch, length
@@ -288,7 +288,7 @@ def update_rate(device: torch.device, *, beside_gpu: bool = False) -> float:
     has for that beside a GPU."""
     threads = update_threads(num_cores(), has_device=beside_gpu)
     arena, on_host = Arena(), device.type == "cpu"
-    numel, num_records = (UPDATE_NUMEL, UPDATE_RECORDS) if on_host else (LARGER * UPDATE_NUMEL, UPDATE_RECORDS // LARGER)
+    numel, num_records = (UPDATE_NUMEL, UPDATE_RECORDS) if on_host else (GPU_RECORD_FACTOR * UPDATE_NUMEL, UPDATE_RECORDS // GPU_RECORD_FACTOR)
 
     def segment(dtype: torch.dtype) -> torch.Tensor:
         tensor = arena.region(numel * dtype.itemsize).tensor(dtype, 0, numel) if on_host else torch.empty(numel, dtype=dtype, device=device)

@@ -67,8 +67,8 @@ def world_of(machine: Machine) -> World:
     machine.require_rates()
     share, alone = machine.devices, "" if machine.devices == 1 else "_all"
     exchanges = [machine.gather_gbps] if share > 1 else []
-    if machine.nodes > 1:  # each byte of other nodes comes to a node once, as in NCCL's rings; a rank receives those of its own node, too
-        exchanges.append(machine.network_gbps * (machine.world - 1) / (machine.world - share))
+    if machine.nodes > 1:  # in NCCL's rings all received bytes of a rank cross the links of each node once
+        exchanges.append(machine.network_gbps)
     drives = {name: machine.drive_gbps(name) * 1e9 / share or 1.0 for name in ("mixed", "read", "write")}
     on_cpu = machine.device == "cpu"
     rates = Rates(
