@@ -117,7 +117,7 @@ def plot(options, machine: Machine, engine: dict) -> None:
         axis.set_xticks(gbps, [str(each) for each in gbps])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    axes[-1].legend(fontsize=8)
     axes[0].set_ylabel("share of a step, %")
     title = f"GPT of hidden {options.hidden} and {options.layers} layers on a device of {machine.device_tflops:.0f} TFLOP/s, simulated"
     figure.suptitle(title, fontsize=10)

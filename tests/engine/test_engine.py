@@ -782,6 +782,17 @@ def test_weights_of_two_steps_are_never_shown(what, tmp_path):
         gpt_step(model, optimizer, 2)
 
 
+def test_a_refused_zero_grad_drops_nothing(tmp_path):
+    with training(tiny_gpt, tmp_path, update="backward", **NVME) as (model, engine, optimizer):
+        model(*tokens(1)).backward()
+        with pytest.raises(UsageError, match="zero_grad.* between a backward pass that has begun to update"):
+            optimizer.zero_grad()
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.step()
+        with pytest.raises(UsageError, match="still has the gradients of the last step"):
+            model(*tokens(2)).backward()  # zero_grad() is missing after step()
+
+
 # ---- a second optimizer ----
 
 

@@ -271,11 +271,11 @@ class StepCycle:
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step. Raises UsageError if updates have begun with them."""
-        self.param_grads.drop()
         self.calls.end_interrupted()
         self.calls.drain_dropped()  # handles of a failed step
+        self.refuse_early()  # before anything is dropped
+        self.param_grads.drop()
         self.clear_gradients()
-        self.refuse_early()
         self.optimizer_calls.forget_all()
         self.updates.drop_pending()
         self.course.trace.clear()
