@@ -23,7 +23,7 @@ from infinity.simulation.no_bytes import ATTENTION, KEPT_NBYTES, UPDATE, NoBytes
 from infinity.simulation.ranks import SimulatedRanks
 from infinity.simulation.threads import SimulatedThreads
 from infinity.system.capacity import Host, use_gauge, use_host
-from infinity.system.host_bytes import CODEC, HostBytes, use_host_bytes
+from infinity.system.host_bytes import CODEC, COPY, HostBytes, use_host_bytes
 from infinity.system.ranks import use_ranks
 from infinity.system.storage import use_storage
 from infinity.system.streams import use_streams
@@ -39,9 +39,9 @@ class Rates:
     """Rates of one rank. flops, attention: floating-point operations/s of the device in products, and in attention. The others are bytes/s.
 
     device: of an operation in device memory. device_update: of an update there. host: of work in host memory with all processors, such as
-    updates. codec: of one thread that codes or decodes floats. h2d, d2h: of copies to and from a device with streams. collective: of an
-    exchange between ranks. drive: of a rank's share of the drives, while there are reads and writes. read, write: while there are only these;
-    by default as drive.
+    updates. codec: of one thread that codes or decodes floats. copy: of one thread that copies within host memory. h2d, d2h: of copies to and
+    from a device with streams. collective: of an exchange between ranks. drive: of a rank's share of the drives, while there are reads and
+    writes. read, write: while there are only these; by default as drive.
 
     beside_drives: share of their speed that processors keep while the drives work, if the device is the CPU.
 
@@ -55,6 +55,7 @@ class Rates:
     device_update: float = 2e12
     host: float = 20e9
     codec: float = 2.5e9
+    copy: float = 10e9
     h2d: float = 50e9
     d2h: float = 50e9
     collective: float = 100e9
@@ -261,6 +262,8 @@ class _NoHostBytes(HostBytes):
             return function(*arguments)
         if kind == CODEC:
             self._world.spend_soon(CODEC, nbytes / self._world.rates.codec)
+        elif kind == COPY:
+            self._world.spend_soon("host", nbytes / self._world.rates.copy)
         else:
             self._world.spend(Spent(0, nbytes, UPDATE))
         return otherwise

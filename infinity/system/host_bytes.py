@@ -11,7 +11,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-CODEC = "codec"
+CODEC, COPY = "codec", "copy"
 
 
 class HostBytes:
@@ -39,7 +39,7 @@ def least_section_nbytes() -> int:
 
 def work(nbytes: int, function: Callable[..., Result], *arguments, kind: str = "", otherwise: object = None) -> Result:
     """function(*arguments). nbytes: read from tensors and buffers, and written. kind: CODEC for work that one thread does at the speed of
-    the codec. otherwise: returned if the work is left out."""
+    the codec, COPY for a copy by one thread, whose bytes are counted once. otherwise: returned if the work is left out."""
     return _current.work(nbytes, function, *arguments, kind=kind, otherwise=otherwise)
 
 

@@ -270,7 +270,11 @@ class Activations:
         """Copy between host memory and a storage on the device, after all work that is queued on the device."""
         if self.stream is None:
             ends = (memory.address, storage.data_ptr()) if out else (storage.data_ptr(), memory.address)
-            return DeviceCopy(job=self.copies.push(lambda _alive=(memory, storage): host_bytes.work(nbytes, ctypes.memmove, *ends, nbytes)))
+
+            def copy(_alive=(memory, storage)) -> None:
+                host_bytes.work(nbytes, ctypes.memmove, *ends, nbytes, kind=host_bytes.COPY)
+
+            return DeviceCopy(job=self.copies.push(copy))
         on_host = torch.frombuffer(memory.buffer, dtype=torch.uint8, count=nbytes)
         on_device = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (nbytes,), (1,))
         self.stream.wait_event(current_stream(self.device).record_event())

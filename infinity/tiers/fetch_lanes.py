@@ -124,7 +124,7 @@ class FetchLanes:
             if format.is_coded:
                 decode(chunk.record, source, shard)
             else:
-                host_bytes.work(nbytes, ctypes.memmove, shard.data_ptr(), source.data_ptr(), nbytes)
+                host_bytes.work(nbytes, ctypes.memmove, shard.data_ptr(), source.data_ptr(), nbytes, kind=host_bytes.COPY)
             self.events.moved("h2d", chunk.index, nbytes, start, now())
             self.records.unpin(chunk, WEIGHTS, entry)
             return None

@@ -35,7 +35,7 @@ class GradientAdder:
                 accumulate_(target, source, first, threads=1)
             elif first:
                 source = source.contiguous()
-                host_bytes.work(source.nbytes, ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes)
+                host_bytes.work(source.nbytes, ctypes.memmove, target.data_ptr(), source.data_ptr(), source.nbytes, kind=host_bytes.COPY)
             else:
                 target.add_(source)
             return None

@@ -147,7 +147,7 @@ class GradientPool:
                 PooledGradient(0, blocks).release()
                 return None
             part = data[start : start + BLOCK_NBYTES]
-            host_bytes.work(len(part), _copy, block.buffer, part)
+            host_bytes.work(len(part), _copy, block.buffer, part, kind=host_bytes.COPY)
             blocks.append(block)
         return PooledGradient(len(data), blocks)
 
@@ -155,7 +155,7 @@ class GradientPool:
         """Copy the stored bytes to target, which has pooled.nbytes."""
         for start, block in zip(range(0, pooled.nbytes, BLOCK_NBYTES), pooled.blocks, strict=True):
             part = target[start : start + BLOCK_NBYTES]
-            host_bytes.work(len(part), _copy, part, block.buffer[: len(part)])
+            host_bytes.work(len(part), _copy, part, block.buffer[: len(part)], kind=host_bytes.COPY)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

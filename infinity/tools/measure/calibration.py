@@ -118,9 +118,9 @@ def _machine(
         "gather_latency_us": ("gather_s", 1e-6),
     }
     measured = {name: (links[link], unit) for name, (link, unit) in fields.items() if link in links and not (several_known and name in _OF_SEVERAL)}
-    # Figures of another type of device do not apply, and figures of all devices do not apply to another number of them.
+    # Figures of another type of device do not apply. Those of all devices may be of another number of devices.
     before = known if known and known.device == device.type else None
-    figures = _chosen(measured, before, is_busy, other=_OF_SEVERAL if before and before.devices != world else ())
+    figures = _chosen(measured, before, is_busy, other=_OF_SEVERAL)
     if before is not None:
         figures = {name: getattr(before, name) for name in fields if name not in measured} | figures
     return Machine(

@@ -86,6 +86,7 @@ def world_of(machine: Machine) -> World:
         copy_s=machine.copy_latency_us * 1e-6,
         collective_s=machine.gather_latency_us * 1e-6,
         kernel_s=0.0 if on_cpu else KERNEL_S,
+        copy=machine.h2d_gbps * 1e9 if on_cpu else Rates.copy,  # a CPU device copies in host memory, with one thread
         beside_drives=machine.beside_drives,
         launch_s=machine.op_overhead_us * 1e-6 / OPERATIONS_PER_OP,
     )
