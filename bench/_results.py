@@ -33,6 +33,7 @@ TOPICS = (
     "checkpoints",
     "start",
     "prediction",
+    "prediction_cpu",
     "weak",
     "scale",
     "sizes",
