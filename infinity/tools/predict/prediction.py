@@ -225,8 +225,8 @@ def _waited(world: World, engine, begin: float, end: float) -> Counter[str]:
 
 def _memory(world: World, machine: Machine, engine) -> dict[Tier, Need]:
     """Needed and existing bytes of a device, and of a node's host memory and drives. If the device is the CPU, its tensors are in the node's
-    memory."""
-    on_device, in_host, saved = world.memory.most_nbytes(), engine.arena.nbytes, 0
+    memory. World.memory leaves out small tensors, the tier does not."""
+    on_device, in_host, saved = max(world.memory.most_nbytes(), engine.tier.peak_nbytes), engine.arena.nbytes, 0
     activations = engine.device_budget.meter.activation_nbytes
     if machine.device == "cpu":
         activations = on_device - engine.tier.peak_nbytes
