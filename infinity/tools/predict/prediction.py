@@ -184,18 +184,19 @@ def _no_room(world: World, machine: Machine) -> str:
 
 def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingStep, engine, marks: list[Mark]) -> Prediction:
     num_steps = len(marks) - 1
-    lanes = breakdown([trace_of(engine)], num_warm_up=num_steps - LAST_STEPS)["lanes"]
-    first, last = marks[-1 - LAST_STEPS], marks[-1]
-    seconds = (last.seconds - first.seconds) / LAST_STEPS
-    nbytes = {link: (last.nbytes[link] - first.nbytes[link]) / LAST_STEPS for link in LINKS} | {COMPUTE: 0.0}
+    num = min(num_steps - 1, max(LAST_STEPS, engine.placement.num_late + 1))  # moments that are late are written once in so many steps
+    lanes = breakdown([trace_of(engine)], num_warm_up=num_steps - num)["lanes"]
+    first, last = marks[-1 - num], marks[-1]
+    seconds = (last.seconds - first.seconds) / num
+    nbytes = {link: (last.nbytes[link] - first.nbytes[link]) / num for link in LINKS} | {COMPUTE: 0.0}
     waited = _waited(world, engine, first.seconds, last.seconds)
     busy = {link: lanes[link]["busy_share"] * seconds for link in (COMPUTE, *LINKS)}
     if machine.device == "cuda":  # the trace of an op includes its waits
-        busy[COMPUTE] = (last.compute_seconds - first.compute_seconds) / LAST_STEPS
-    uses = {link: Use(nbytes[link], busy[link], waited[link] / LAST_STEPS) for link in (COMPUTE, *LINKS)}
+        busy[COMPUTE] = (last.compute_seconds - first.compute_seconds) / num
+    uses = {link: Use(nbytes[link], busy[link], waited[link] / num) for link in (COMPUTE, *LINKS)}
     expected, records = expected_step(engine), [chunk.record for chunk in engine.registry.chunks]
     two, three = (
-        traffic.step_nbytes(engine.layout, records, engine.placement, dataclasses.replace(expected, num_passes=num, by_layer=False)) for num in (2, 3)
+        traffic.step_nbytes(engine.layout, records, engine.placement, dataclasses.replace(expected, num_passes=passes, by_layer=False)) for passes in (2, 3)
     )
     return Prediction(
         machine,
