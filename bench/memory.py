@@ -56,7 +56,10 @@ def main():
     subject = gpt(options.hidden, options.layers, max(1, options.hidden // 128), VOCAB, SEQ, options.batch, "bf16")
     print(subject.title)
     found = {name: noted(subject, machine, config, recompute) for name, (config, recompute) in CASES.items()}
-    rows = [[name, *(f"{f(nbytes for _, nbytes in points) / 2**30:.1f}" for f in (min, max)), f"{points[-1][0]:.3f}"] for name, points in found.items()]
+    rows = []
+    for name, points in found.items():
+        least, most = (end(nbytes for _, nbytes in points) / 2**30 for end in (min, max))
+        rows.append([name, f"{least:.1f}", f"{most:.1f}", f"{points[-1][0]:.3f}"])
     print(table(["", "least, GiB", "most, GiB", "step, s"], rows))
     if options.json:
         write_json(options.json, {"model": subject.title, "points": found})

@@ -78,7 +78,7 @@ class Machine:
     gather_gbps: float = 0.0
     """10^9 bytes per second that one device receives in an all-gather over a node's devices; 0 for one device."""
     network_gbps: float = 0.0
-    """10^9 bytes per second that a node receives from other nodes, over all its links. A gathered byte comes to a node once."""
+    """10^9 bytes per second that a node receives from other nodes, over all its links. A rank gathers at this rate, as in NCCL's rings."""
     copy_latency_us: float = 10.0
     gather_latency_us: float = 20.0
     op_overhead_us: float = 0.0
@@ -112,7 +112,8 @@ class Machine:
     @property
     def unsure_names(self) -> list[str]:
         """The unsure figures of the machine and its drives that predictions use."""
-        return [*(name for name in self.unsure if name != "host_gbps"), *(f"{name} of {drive.path or 'a drive'}" for drive in self.drives for name in drive.unsure)]
+        of_drives = [f"{name} of {drive.path or 'a drive'}" for drive in self.drives for name in drive.unsure]
+        return [name for name in self.unsure if name != "host_gbps"] + of_drives
 
     def require_rates(self) -> None:
         """Raise ConfigError if a rate that predictions need is unknown."""

@@ -196,7 +196,7 @@ def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingS
     uses = {link: Use(nbytes[link], busy[link], waited[link] / num) for link in (COMPUTE, *LINKS)}
     expected, records = expected_step(engine), [chunk.record for chunk in engine.registry.chunks]
     two, three = (
-        traffic.step_nbytes(engine.layout, records, engine.placement, dataclasses.replace(expected, num_passes=passes, by_layer=False)) for passes in (2, 3)
+        traffic.step_nbytes(engine.layout, records, engine.placement, dataclasses.replace(expected, num_passes=n, by_layer=False)) for n in (2, 3)
     )
     return Prediction(
         machine,

@@ -66,7 +66,6 @@ def world_of(machine: Machine) -> World:
     """The machine as one of its ranks sees it. Raises ConfigError if a rate is unknown."""
     machine.require_rates()
     share, alone = machine.devices, "" if machine.devices == 1 else "_all"
-    # In NCCL's rings all bytes that a rank receives cross the links of each node once.
     exchanges = [rate for rate, is_used in ((machine.gather_gbps, share > 1), (machine.network_gbps, machine.nodes > 1)) if is_used]
     drives = {name: machine.drive_gbps(name) * 1e9 / share or 1.0 for name in ("mixed", "read", "write")}
     on_cpu = machine.device == "cpu"
