@@ -2,9 +2,9 @@
 
     python bench/memory.py [--machine h200x8] [--hidden 3072] [--layers 28] [--batch 4] [--json FILE] [--plot FILE]
 
-PatrickStar shows such a plot for its chunks. The engine trains a GPT on one device of the machine, without bytes, until its steps are steady.
+PatrickStar shows such a plot for chunks. The engine trains a GPT on one device of the machine, without bytes, until its steps are steady.
 Each allocation and each release of the last step is noted, at the moment at which the program asks for it. Blocks are checkpointed, except in
-one case. The table has the least and the most bytes of the step, and its seconds.
+one case. The table has the least and the most bytes of the step, and the seconds of the step.
 """
 
 import argparse

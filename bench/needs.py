@@ -5,10 +5,10 @@
 These are figures 2a, 2b and 3 and table 3 of ZeRO-Infinity, sections 3, 4 and 9. The first table has the paper's models: model states at 20 bytes
 a parameter and checkpoints at batch 32, as in the paper, beside the records of this engine. The second table has the bandwidths that keep devices
 efficient, for the paper's devices of 70 TFLOP/s, for this machine's, and for devices ten and a hundred times as fast. The bandwidth for optimizer
-states is that of all devices together, because each device updates its part.
+states is that of all devices together, because each device updates a part of them.
 
 The plot has the paper's closed form for one link, in which nothing overlaps, and the engine, which trains a GPT with such a link without bytes.
-The engine moves bytes of its own records, and copies in both directions at once. Its efficiency is the share of a step in which the device computes.
+The engine moves bytes of its own records, and copies in both directions at once. The efficiency of the engine is the share of a step in which the device computes.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python bench/weak.py [--measured FILE] [--row "3 B, host"] [--node h200x8] [--nodes 1 4 16 64] [--json FILE] [--plot FILE]
 
---measured: a --json file of bench/predict.py with the row, and with the row on two GPUs. Its machine gives the predictions for 1 and 2 GPUs;
---node gives those for whole nodes. The exit status is 1 if a prediction for 1 or 2 GPUs is more than 10 % off.
+--measured: a --json file of bench/predict.py with the row, and with the row on two GPUs. The machine of that file gives the predictions for 1
+and 2 GPUs. --node gives the predictions for whole nodes. The exit status is 1 if a prediction for 1 or 2 GPUs is more than 10 % off.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def error_of(each: dict) -> float:
     return each["predicted_s"] / each["measured_s"] - 1 if each["predicted_s"] else math.inf
 
 
-def plot(options, found: dict) -> None:
+def plot(options, found: list[dict]) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     most = 0.0

@@ -142,9 +142,9 @@ class Config:
     tile_above: int | str | None = "auto"
     """Cuts large linear and embedding layers into tiles, which the engine fetches and frees one by one. With a size ("512MiB"), layers with a
     larger weight are cut into tiles of at most this size. With "auto", layers whose weight and gradient take more than 7/8 of device_memory are
-    cut into tiles of at most 1/8 of device_memory; with several ranks, trainable ones from half of that on, because their gradients are reduced.
-    With None, no layer is cut. The tiles are new parameters, named `NAME.tiles.N.weight`. Names
-    in state dicts stay. A tiled linear layer rounds differently from the whole layer. The start block counts the tiled layers.
+    cut into tiles of at most 1/8 of device_memory. With several ranks, a trainable layer is cut from half of that on, because the reduction of
+    the gradient needs buffers. With None, no layer is cut. The tiles are new parameters, named `NAME.tiles.N.weight`. Names in state dicts stay.
+    A tiled linear layer rounds differently from the whole layer. The start block counts the tiled layers.
     `infinity.tile_large_layers` lists the layers that are never cut."""
 
     trace: bool = False

@@ -118,7 +118,7 @@ class TiledLinear(Tiled):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         make = {"device": device, "dtype": dtype}
-        rows, columns = _even(out_features, out_tiles, "out_tiles"), _even(in_features, in_tiles, "in_tiles")
+        rows, columns = even_sizes(out_features, out_tiles, "out_tiles"), even_sizes(in_features, in_tiles, "in_tiles")
         weights = [nn.Parameter(torch.empty(row, column, **make)) for row in rows for column in columns]
         self._lay_out(weights, [nn.Parameter(torch.empty(row, **make)) for row in rows] if bias else None, in_tiles)
         self.reset_parameters()
@@ -126,8 +126,8 @@ class TiledLinear(Tiled):
     @classmethod
     def from_linear(cls, linear: nn.Linear, out_tiles: int, in_tiles: int = 1) -> TiledLinear:
         """The same function, with copies of a layer's values."""
-        rows = _even(linear.out_features, out_tiles, "out_tiles")
-        columns = _even(linear.in_features, in_tiles, "in_tiles")
+        rows = even_sizes(linear.out_features, out_tiles, "out_tiles")
+        columns = even_sizes(linear.in_features, in_tiles, "in_tiles")
         tiled = cls.__new__(cls)
         nn.Module.__init__(tiled)
         tiled.training = linear.training
@@ -211,14 +211,14 @@ class TiledEmbedding(Tiled):
             raise ConfigError(f"padding_idx={padding_idx}: expected a row of {num_embeddings} embeddings, or None")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
-        rows = _even(num_embeddings, tiles, "tiles")
+        rows = even_sizes(num_embeddings, tiles, "tiles")
         self._lay_out([nn.Parameter(torch.empty(row, embedding_dim, device=device, dtype=dtype)) for row in rows])
         self.reset_parameters()
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, tiles: int) -> TiledEmbedding:
         """The same function, with copies of a layer's values. Raises ConfigError for an unsupported option."""
-        rows = _even(embedding.num_embeddings, tiles, "tiles")
+        rows = even_sizes(embedding.num_embeddings, tiles, "tiles")
         if found := unsupported_option(embedding):
             raise ConfigError(f"an embedding with {found} cannot be tiled; leave {found} out or keep the plain layer")
         tiled = cls.__new__(cls)
@@ -327,7 +327,7 @@ def linear_cross_entropy(
 # Cutting and joining.
 
 
-def _even(total: int, parts: int, what: str) -> list[int]:
+def even_sizes(total: int, parts: int, what: str) -> list[int]:
     """Sizes that differ by at most one, the larger ones first."""
     if not isinstance(parts, int) or isinstance(parts, bool) or not 1 <= parts <= max(total, 1):
         raise ConfigError(f"{what}={parts!r}: expected an integer from 1 to {max(total, 1)}, the number of rows or columns")

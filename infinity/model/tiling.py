@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.formats.format import SCALE_BLOCK
-from infinity.model.tiled_layers import Tiled, become_tiled, unsupported_option
+from infinity.model.tiled_layers import Tiled, become_tiled, even_sizes, unsupported_option
 from infinity.sizes import round_up
 
 AUTO_TILES = 8  # tiles of an "auto" size that fit the device
@@ -62,7 +62,7 @@ def _rows_of_tiles(num_rows: int, most: int) -> list[int]:
     checkpoint of 8-bit moments also loads where the layer is whole, or has other tiles."""
     tiles = -(-num_rows // most)
     if most < SCALE_BLOCK:
-        return [num_rows // tiles + (index < num_rows % tiles) for index in range(tiles)]
+        return even_sizes(num_rows, tiles, "tiles")
     each = min(round_up(-(-num_rows // tiles), SCALE_BLOCK), most // SCALE_BLOCK * SCALE_BLOCK)
     return [min(each, num_rows - begin) for begin in range(0, num_rows, each)]
 

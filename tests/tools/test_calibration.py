@@ -313,6 +313,7 @@ def slowed(real, by):
 @pytest.mark.slow
 def test_a_figure_that_does_not_repeat_is_written_and_named(paths, tmp_path, small, monkeypatch, capsys):
     monkeypatch.setattr(figures, "NUM_ROUNDS", 2)
+    monkeypatch.setattr(figures, "MOST_ROUNDS", 2)
     monkeypatch.setattr(figures, "NUM_REPEATS", 1)
     monkeypatch.setattr(figures, "LEAST_SECONDS", 20e-6)
     monkeypatch.setattr(figures, "MOST_SPREAD", 1.9)

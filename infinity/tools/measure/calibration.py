@@ -11,7 +11,6 @@ Knows directories, the output and the file. Must not know how bytes move (probes
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import platform
@@ -162,15 +161,11 @@ def _chosen(
         values[name] = figure.written(unit)
         if is_busy or not figure.repeats:
             earlier = getattr(before, name, None)
-            if earlier is not None and earlier != _default(before, name) and name not in (*before.unsure, *other):
+            if earlier is not None and earlier != getattr(type(before), name) and name not in (*before.unsure, *other):  # not the default
                 values[name] = earlier
             else:
                 unsure.append(name)
     return values | {"unsure": tuple(unsure)}
-
-
-def _default(value: Machine | DriveRates, name: str) -> float | None:
-    return next(field.default for field in dataclasses.fields(value) if field.name == name)
 
 
 def tokens_that_hide(machine: Machine) -> str:

@@ -54,7 +54,7 @@ def in_rounds(names: Iterable[str], measure: Callable[[str, int], Sequence[float
     """The figures of each name. measure(name, round) measures them once; names that end with "_s" are times."""
     values: dict[str, list[Sequence[float]]] = {name: [] for name in names}
     found: dict[str, list[Figure]] = {}
-    for number in range(max(NUM_ROUNDS, MOST_ROUNDS)):
+    for number in range(MOST_ROUNDS):
         for name, rounds in values.items():
             if number < NUM_ROUNDS or not all(figure.repeats for figure in found[name]):
                 rounds.append(measure(name, number))

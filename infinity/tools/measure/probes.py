@@ -323,20 +323,15 @@ def product_rate_beside_drives(paths: Sequence[str | os.PathLike]) -> float:
     """As `product_rate` on the CPU, while another thread reads and writes on all drives, as an engine does: checksums take processor time."""
     over = threading.Event()
 
-    def move() -> None:
-        with contextlib.closing(SwapTransfers(paths, BESIDE_NBYTES, write=True, checksums=True)) as transfers:
-            began.set()
-            for round_ in itertools.count():
-                if over.is_set():
-                    return
-                transfers.move(2 * round_)
-                transfers.move_back(2 * round_ + 1)
+    def move(transfers: SwapTransfers) -> None:
+        for round_ in itertools.count():
+            if over.is_set():
+                return
+            transfers.move(2 * round_)
+            transfers.move_back(2 * round_ + 1)
 
-    began = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        moving = pool.submit(move)
-        while not began.wait(0.1) and not moving.done():
-            pass
+    with contextlib.closing(SwapTransfers(paths, BESIDE_NBYTES, write=True, checksums=True)) as transfers, ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move, transfers)
         try:
             return _block_rate(torch.device("cpu"))
         finally:
