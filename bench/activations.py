@@ -1,16 +1,21 @@
 """The cost of checkpointed activations in host memory or on NVMe, by hidden size (figure 6e of ZeRO-Infinity, section 8).
 
-    python bench/activations.py [--device cuda] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5]
+    python bench/activations.py [--device cuda] [--simulate MACHINE] [--hidden 2048,4096,8192] [--layers 3] [--batch 8] [--rounds 5]
                                 [--json FILE] [--plot FILE]
 
 The bench trains one GPT, every block checkpointed, with the saved inputs on the device, in host memory, and on NVMe. Engines take turns
 in blocks of steps; the first step of a block is not counted. Losses must agree with those of `device` within --tolerance, or the exit
 status is 1. Sums in embeddings have no fixed order on CUDA. The peak is the allocator's, of a step, above the memory allocated before.
+
+--simulate names a machine file or a machine that the engine knows. The engine then trains without bytes on one device of that machine, so hidden
+sizes can be larger than memory allows here. The peak is all device memory of a step there, and there are no losses.
 """
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
+from pathlib import Path
 
 import torch
 from _common import add_tolerance, agree, apart, at_least, directory, error_bars, exit_with, given, parse, positive, positives, spread, step
@@ -18,6 +23,9 @@ from _common import add_tolerance, agree, apart, at_least, directory, error_bars
 import infinity
 from infinity import output
 from infinity.model.gpt import GPT
+from infinity.tools.machine import Machine
+from infinity.tools.meta_models import gpt
+from infinity.tools.predict.simulated_run import TrainingStep, train, world_of
 
 PLACES = ("device", "host", "nvme")
 
@@ -25,6 +33,7 @@ PLACES = ("device", "host", "nvme")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on one device of this machine")
     parser.add_argument("--hidden", type=positives, default="2048,4096,8192" if torch.cuda.is_available() else "128,256,512")
     parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
     for name, default in (("layers", 3), ("vocab", 8192), ("seq", 1024), ("batch", 8), ("rounds", 5)):
@@ -37,7 +46,7 @@ def main() -> int:
     found = {}
     for hidden in options.hidden:
         with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-            found[hidden] = measure(options, hidden, folder)
+            found[hidden] = (simulated if options.simulate else measure)(options, hidden, folder)
         base = statistics.median(found[hidden]["seconds"]["device"])
         for place in PLACES:
             seconds, peak = found[hidden]["seconds"][place], found[hidden]["peak_nbytes"][place]
@@ -52,6 +61,24 @@ def main() -> int:
     if options.plot:
         plot(options, found)
     return int(not agree(options, max(each["difference"] for each in found.values())))
+
+
+def simulated(options, hidden: int, folder: str) -> dict:
+    """As `measure`, with the last step of a simulated run for each place."""
+    machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1)
+    subject = gpt(hidden, options.layers, max(1, hidden // 128), options.vocab, options.seq, options.batch, options.dtype)
+    found = {"seconds": {}, "peak_nbytes": {}, "moved_nbytes": {}, "difference": 0.0}
+    for place in PLACES:
+        world = world_of(machine)
+        config = infinity.Config(activation_tier=place, device="cpu", dtype=options.dtype, swap_dirs=[folder], verbose=False)
+
+        def look(engine, marks, world=world):
+            moved = (engine.stats()["activation_offload"] or {}).get("moved_nbytes", 0) / (len(marks) - 1)
+            return marks[-1].seconds - marks[-2].seconds, world.memory.most_nbytes(), moved
+
+        seconds, peak, found["moved_nbytes"][place] = train(world, subject, config, TrainingStep(recompute=True), look)
+        found["seconds"][place], found["peak_nbytes"][place] = [seconds], peak
+    return found
 
 
 def measure(options, hidden: int, folder: str) -> dict:
@@ -106,7 +133,8 @@ def plot(options, found: dict) -> None:
         axes.errorbar([str(hidden) for hidden in found], medians, yerr=error_bars(ratios), fmt="o-", capsize=3, label=place)
     axes.axhline(1, color="grey", linewidth=0.5)
     axes.set(xlabel="hidden size", ylabel="step, of that with activations on the device", ylim=(0, None))
-    axes.set_title(f"activations offloaded: {options.device}, {options.layers} layers, batch {options.batch}", fontsize=10)
+    where = f"simulated {options.simulate}" if options.simulate else options.device
+    axes.set_title(f"activations offloaded: {where}, {options.layers} layers, batch {options.batch}", fontsize=10)
     axes.legend()
     figure.savefig(options.plot, dpi=150)
 

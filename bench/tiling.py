@@ -1,6 +1,6 @@
 """The largest hidden size of a one-layer transformer that trains in fragmented device memory, by tiling factor.
 
-    python bench/tiling.py [--device cuda] [--block-mib 64] [--factors 1,4,16,auto] [--json FILE] [--plot FILE]
+    python bench/tiling.py [--device cuda] [--simulate MACHINE] [--block-mib 64] [--factors 1,4,16,auto] [--json FILE] [--plot FILE]
 
 After figure 6b of ZeRO-Infinity (Rajbhandari et al. 2021, section 8). Before a model is built, the bench takes all device memory and
 frees blocks of --block-mib. Between blocks 2 MiB stay taken, so no allocation can be larger than a block. Then hidden sizes 512, 1024,
@@ -10,15 +10,21 @@ status 1.
 A factor of 4 cuts each linear layer into 2 x 2 tiles, 16 into 4 x 4. `auto` is `Config(tile_above="auto")` with a device_memory of two
 blocks; the others may use all free memory. Records live in host memory. On the CPU memory is not fragmented: a block is the engine's
 whole device_memory there, which weights and their gradient share.
+
+--simulate names a machine file or a machine that the engine knows. The engine then trains without bytes on one device of that machine, where an
+allocation larger than a block fails. So hidden sizes can be larger than host memory allows here.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +33,11 @@ from torch import nn
 
 import infinity
 from infinity import output
+from infinity.simulation.device import DeviceMemory
+from infinity.tools.machine import Machine
+from infinity.tools.meta_models import Subject
+from infinity.tools.predict.simulated_run import TrainingStep, world_of
+from infinity.tools.predict.simulated_run import train as train_without_bytes
 
 SEPARATOR_NBYTES = 2 << 20
 SLACK_NBYTES = 24 << 20  # for the driver, which loads kernels at their first use
@@ -36,6 +47,7 @@ SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on one device of this machine")
     parser.add_argument("--block-mib", type=positive_float, help="default: 64, on the CPU 4")
     parser.add_argument("--factors", type=tilings, default="1,4,16,auto", help="squares, or auto")
     parser.add_argument("--least-hidden", type=positive, help="default: 512, on the CPU 128")
@@ -44,7 +56,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=positive_float, default=300, help="seconds for one size")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parse(parser)
-    on_cpu = options.device == "cpu"
+    on_cpu = options.device == "cpu" and not options.simulate
     options.block_mib = options.block_mib or (4 if on_cpu else 64)
     options.least_hidden = options.least_hidden or (128 if on_cpu else 512)
     options.most_hidden = options.most_hidden or (2048 if on_cpu else 16384)
@@ -52,7 +64,7 @@ def main() -> int:
         print(json.dumps(train(options, *options.one.split(":"))))
         return 0
 
-    print(f"{options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
+    print(f"{options.simulate or options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
     print(f"{'factor':>7} {'hidden':>7} {'largest weight':>15} {'largest tile':>13} {'engine peak':>12}  the next size")
     results = {}
     for factor in options.factors:
@@ -79,7 +91,7 @@ def largest(options, factor):
     """The results of the largest size that trains, and why the next size does not train."""
     best, refusal, hidden = {}, None, options.least_hidden
     while hidden <= options.most_hidden:
-        result = in_a_process(options, factor, hidden)
+        result = simulated(options, factor, hidden) if options.simulate else in_a_process(options, factor, hidden)
         if refusal := result.get("refusal"):
             refusal = f"{hidden}: {refusal}"
             break
@@ -120,17 +132,57 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
-def train(options, factor, hidden):
-    """Two steps of one size: sizes in bytes, or why this size does not train."""
+def settings(options, factor):
+    """(Configuration of the engine, tiles of a linear layer in each direction)."""
     block = int(options.block_mib * 2**20)
     config = {"device": options.device, "param_tier": "host", "optimizer_state_tier": "host", "residency": "none"}
-    side = 1 if factor == "auto" else math.isqrt(int(factor))
     if factor != "auto":
         config["tile_above"] = None
-    if options.device == "cpu":
+    if options.device == "cpu" and not options.simulate:
         config["device_memory"] = block
     elif factor == "auto":
         config["device_memory"] = 2 * block
+    return config, 1 if factor == "auto" else math.isqrt(int(factor))
+
+
+class Blocks(DeviceMemory):
+    """Simulated memory in which an allocation has at most block_nbytes."""
+
+    def __init__(self, capacity_nbytes, block_nbytes):
+        super().__init__(capacity_nbytes)
+        self.block_nbytes = block_nbytes
+
+    def take(self, nbytes):
+        if nbytes > self.block_nbytes:
+            raise torch.OutOfMemoryError(f"{nbytes / 2**20:,.0f} MiB do not fit into a block")
+        super().take(nbytes)
+
+
+def simulated(options, factor, hidden):
+    """As `train`, without bytes on one device of the simulated machine."""
+    config, side = settings(options, factor)
+    with torch.device("meta"):
+        model = Layer(hidden, linear_of(side)).to(torch.bfloat16)
+        subject = Subject("", model, {"x": torch.empty(options.tokens, hidden, dtype=torch.bfloat16)}, options.tokens)
+    machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1)
+    world = world_of(machine)
+    world.memory = Blocks(world.memory.capacity_nbytes(), int(options.block_mib * 2**20))
+    with tempfile.TemporaryDirectory() as directory:
+        config = infinity.Config(**config | {"device": "cpu", "swap_dirs": [directory], "verbose": False})
+        try:
+            return train_without_bytes(world, subject, config, TrainingStep(), lambda engine, marks: sizes(hidden, engine))
+        except (torch.OutOfMemoryError, infinity.BudgetError) as error:
+            return refused(error)
+
+
+def refused(error):
+    return {"refusal": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+
+
+def train(options, factor, hidden):
+    """Two steps of one size: sizes in bytes, or why this size does not train."""
+    config, side = settings(options, factor)
+    block = int(options.block_mib * 2**20)
     held = None
     with tempfile.TemporaryDirectory() as directory:
         config["swap_dirs"] = directory
@@ -141,18 +193,20 @@ def train(options, factor, hidden):
                 refuse_larger(block)
             result = steps(options, int(hidden), side, config)
         except (torch.OutOfMemoryError, infinity.BudgetError) as error:
-            return {"refusal": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+            return refused(error)
         del held
         return result
 
 
-def steps(options, hidden, side, config):
-    def linear(num_in, num_out):
-        return infinity.TiledLinear(num_in, num_out, out_tiles=side, in_tiles=side) if side > 1 else nn.Linear(num_in, num_out)
+def linear_of(side):
+    """Makes a linear layer of side x side tiles."""
+    return functools.partial(infinity.TiledLinear, out_tiles=side, in_tiles=side) if side > 1 else nn.Linear
 
+
+def steps(options, hidden, side, config):
     torch.manual_seed(0)
     with infinity.init(infinity.Config(**config)):
-        model = Layer(hidden, linear)
+        model = Layer(hidden, linear_of(side))
     with infinity.engine_of(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
         for _ in range(2):
@@ -164,13 +218,13 @@ def steps(options, hidden, side, config):
             if not math.isfinite(loss.item()):
                 return {"refusal": f"the loss is {loss.item()}"}
         engine.flush()
-        return {
-            "hidden": hidden,
-            "weight_nbytes": 8 * hidden**2,
-            "tile_nbytes": max(2 * p.numel() for p in model.parameters()),
-            "peak_nbytes": engine.stats()["peak_device_nbytes"],
-            "loss": loss.item(),
-        }
+        return sizes(hidden, engine) | {"loss": loss.item()}
+
+
+def sizes(hidden, engine):
+    """Bytes of the largest weight, of the largest tensor after tiling, and of the engine's peak on the device."""
+    tile = max(2 * param.numel() for param in engine.model.parameters())
+    return {"hidden": hidden, "weight_nbytes": 8 * hidden**2, "tile_nbytes": tile, "peak_nbytes": engine.stats()["peak_device_nbytes"]}
 
 
 def fragment(block):

@@ -12,7 +12,6 @@ import errno
 import mmap
 import os
 import resource
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -285,7 +284,7 @@ class Heap:
         self.nbytes = self.used_nbytes = self.peak_nbytes = 0
         self._arena = arena
         self._gaps: list[tuple[Region, list[tuple[int, int]]]] = []  # each region's free ranges (begin, end), ascending
-        self._lock = threading.Lock()
+        self._monitor = monitor()
 
     @property
     def free_nbytes(self) -> int:
@@ -296,7 +295,7 @@ class Heap:
         missing.
         """
         nbytes = _round_up(max(nbytes, 1), PAGE_NBYTES)
-        with self._lock:
+        with self._monitor:
             for region, gaps in self._gaps:
                 for index, (begin, end) in enumerate(gaps):
                     if end - begin >= nbytes:
@@ -316,7 +315,7 @@ class Heap:
 
     def shrink(self) -> None:
         """Give empty regions back to the arena."""
-        with self._lock:
+        with self._monitor:
             self._give_empty_back(self.budget_nbytes + 1)
 
     def _give_empty_back(self, nbytes: int) -> None:
@@ -333,7 +332,7 @@ class Heap:
     def give_back(self, area: Area) -> None:
         """Free an area; the caller must not use the area any more."""
         begin, end = area.offset_nbytes, area.offset_nbytes + area.nbytes
-        with self._lock:
+        with self._monitor:
             gaps = next(gaps for region, gaps in self._gaps if region is area.region)
             index = bisect.bisect(gaps, (begin, end))
             if index < len(gaps) and gaps[index][0] == end:

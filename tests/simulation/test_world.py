@@ -14,6 +14,7 @@ from infinity.model.gpt import GPT
 from infinity.optim import adam
 from infinity.simulation.no_bytes import KEPT_NBYTES, NoBytes
 from infinity.simulation.world import Rates, World
+from infinity.system.arena import Arena, Heap
 from infinity.system.threads import now
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,6 +154,23 @@ except RuntimeError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert "the simulation has ended: close every engine inside" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_heap_grows_while_another_thread_gives_memory_back():
+    """Touching the new region takes virtual time, in which the other thread must be able to wait for the heap."""
+    world = World(Rates(host=1e9))
+
+    def main():
+        heap = Heap(Arena(), 256 << 20)
+        area, start = heap.take(4096), now()
+        other = world.threads.start(lambda: heap.give_back(area), "other")
+        heap.take(128 << 20)
+        took = now() - start
+        other.join()
+        return took, heap.used_nbytes
+
+    took, used_nbytes = world.run(main)
+    assert took == pytest.approx(0.134, rel=0.1) and used_nbytes == 128 << 20
 
 
 @pytest.mark.slow
