@@ -107,6 +107,8 @@ ROWS = {
         "3 B, 2 GPUs": llama("3b", ranks=2),
         "3 B, host, 2 GPUs": llama("3b", on("host"), ranks=2),
         "8 B, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, ranks=2),
+        "14 B, 2 GPUs": llama("14b", clip=False, ranks=2),
+        "32 B, bf16 moments, 2 GPUs": llama("32b", {"optimizer_state_dtype": "bf16"}, ranks=2),
         "8 B, by layer, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, layer=4, ranks=2),
     },
     "cpu": {
