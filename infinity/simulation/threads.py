@@ -71,7 +71,7 @@ class SimulatedThread:
 
 class SimulatedThreads:
     """seed: of the order in which threads run; None: in the order in which threads become able to run. around(): a context in which each started
-    thread works.
+    thread works. begin_job(): called by a lane before each job.
 
         with using(simulated):
             simulated.run(main)
@@ -79,8 +79,13 @@ class SimulatedThreads:
 
     glance_s = None  # no notification is lost
 
-    def __init__(self, seed: int | None = 0, around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext):
-        self.around = around
+    def __init__(
+        self,
+        seed: int | None = 0,
+        around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        begin_job: Callable[[], object] = lambda: None,
+    ):
+        self.around, self.begin_job = around, begin_job
         self.running: SimulatedThread | None = None
         self._random = random.Random(seed) if seed is not None else None
         self._now, self._numbers = 0.0, itertools.count()

@@ -31,7 +31,7 @@ from infinity.system.threads import using
 
 READ_SHARE = 0.6  # of the bytes that drives move while they read and write
 OWED_S = 1e-3  # of short work for which a thread waits at once
-_LAUNCH = "launch"
+_PYTHON = "python"  # of all threads, of which one runs Python at a time
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rates:
     beside_drives: share of their speed that processors keep while the drives work, if the device is the CPU.
 
     copy_s, collective_s, kernel_s: seconds of a copy, an exchange, or an operation on the device, without bytes. launch_s: of the host, for an
-    operation that the device runs later.
+    operation that the device runs later. job_s: of the host, for a lane's job.
     """
 
     flops: float = 400e12
@@ -67,6 +67,7 @@ class Rates:
     collective_s: float = 2e-5
     kernel_s: float = 0.0
     launch_s: float = 1e-5
+    job_s: float = 0.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -90,7 +91,7 @@ class Rates:
             for link, share in (("nvme_read", READ_SHARE), ("nvme_write", 1 - READ_SHARE)):
                 speeds[link] = min(1.0, share * self.drive / drives[link])
         if shares_processors:
-            busy = links & {"compute", "host"}
+            busy = links & {"compute", "host", _PYTHON}
             speed = (1 / len(busy) if busy else 1.0) * (self.beside_drives if links & drives.keys() else 1.0)
             speeds |= dict.fromkeys(busy, speed)
         elif "host" in links and not shares_processors:  # work alone uses all of the memory's bandwidth
@@ -127,7 +128,7 @@ class World:
         self.rates, self.num_ranks, self.num_local = rates, num_ranks, num_local or num_ranks
         self.room_nbytes, self.kept_nbytes = room_nbytes, kept_nbytes
         self.host = host or SimulatedHost(Host().free_nbytes())
-        self.threads = SimulatedThreads(seed, around=self._host_operations)
+        self.threads = SimulatedThreads(seed, around=self._host_operations, begin_job=lambda: self.spend_soon(_PYTHON, rates.job_s))
         speeds = functools.partial(rates.speeds, shares_processors=device_nbytes is None)
         self.links = Links(self.threads, speeds, side_by_side=("host",))
         self.drives: list[SimulatedDrives] = []  # of each engine so far
@@ -180,11 +181,11 @@ class World:
             self.spend_soon("host", work.nbytes / self.rates.host)
 
     def spend_soon(self, link: str, seconds: float) -> None:
-        """This thread works on a link, codes floats, or launches operations of a device, beside the other threads. It waits once there are
-        OWED_S of such work: a wait takes more time here than all the rest."""
+        """This thread works on a link, codes floats, or runs Python. It waits once there are OWED_S of such work: a wait takes more time here than
+        all the rest."""
         owed = vars(self._owed).get(link, 0.0) + seconds
         if owed > OWED_S:
-            self.threads.sleep(owed) if link in (CODEC, _LAUNCH) else self.links.spend(link, owed)
+            self.threads.sleep(owed) if link == CODEC else self.links.spend(link, owed)
             owed = 0.0
         setattr(self._owed, link, owed)
 
@@ -220,7 +221,7 @@ class World:
             self.links.spend(link, seconds + self.rates.launch_s)
         else:
             self.device.current().spend(seconds, link)
-            self.spend_soon(_LAUNCH, self.rates.launch_s)
+            self.spend_soon(_PYTHON, self.rates.launch_s)
 
     def _note_allocated(self, storage: torch.UntypedStorage) -> None:
         if self._is_counting:

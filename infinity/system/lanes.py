@@ -307,5 +307,6 @@ class Lane:
 def _begun(job: Job | None) -> Job | None:
     """Begin a job. Returns it if its second part is left."""
     if job is not None:
+        threads().begin_job()
         job.begin()
     return job if job is not None and not job.done else None

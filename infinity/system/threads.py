@@ -32,6 +32,9 @@ class SystemThreads:
     monitor = Monitor
     lock = threading.Lock  # one thread may release the lock of another one
 
+    def begin_job(self) -> None:
+        """A lane begins a job."""
+
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
         """A daemon thread that has begun to run the function."""
         thread = threading.Thread(target=run, name=name, daemon=True)

@@ -21,7 +21,7 @@ from infinity.system import drives
 from infinity.system.drives import Drive
 from infinity.tools.cli import main
 from infinity.tools.machine import DriveRates, Machine
-from infinity.tools.measure import calibration, drive_tuning, figures, link_rates, probes, search
+from infinity.tools.measure import calibration, drive_tuning, figures, link_rates, probes, search, small_steps
 from infinity.tools.measure.calibration_report import calibration_warnings
 from infinity.tools.measure.figures import Figure, OtherProcesses
 
@@ -319,7 +319,7 @@ def test_a_figure_that_does_not_repeat_is_written_and_named(paths, tmp_path, sma
     monkeypatch.setattr(figures, "MOST_SPREAD", 1.9)
     monkeypatch.setattr(calibration, "is_busy", lambda num_busy: False)
     monkeypatch.setattr(probes, "product_rate", slowed(probes.product_rate, 1e6))
-    monkeypatch.setattr(probes, "op_seconds", slowed(lambda device: 500.0, 1e6))
+    monkeypatch.setattr(small_steps, "op_seconds", slowed(lambda device: 500.0, 1e6))
     monkeypatch.setattr(drive_tuning, "_median_rate", slowed(drive_tuning._median_rate, 1e6))  # each of three mixes is slow in one round
     output = tmp_path / "infinity.toml"
     assert tune(paths[0], "--output", output) == 0

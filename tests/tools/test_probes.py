@@ -10,7 +10,7 @@ from support.helpers import everything_in, on_gpu, start_python, without_gloo
 
 from infinity.errors import ConfigError, SwapError
 from infinity.system import drives
-from infinity.tools.measure import gpu_rates, probes
+from infinity.tools.measure import gpu_rates, probes, small_steps
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -135,7 +135,11 @@ def test_the_work_of_measured_processors_is_compared(monkeypatch):
 
 
 def test_the_measured_cost_of_an_op_is_plausible():
-    assert -0.01 < probes.op_seconds(CPU) < 0.1
+    assert -0.01 < small_steps.op_seconds(CPU) < 0.1
+
+
+def test_the_measured_cost_of_a_job_is_plausible(tmp_path):
+    assert 1e-6 < small_steps.job_seconds(CPU, [str(tmp_path)]) < 0.1
 
 
 GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))

@@ -113,6 +113,7 @@ def _machine(
         "gather_gbps": ("gather", 1e9),
         "copy_latency_us": ("copy_s", 1e-6),
         "op_overhead_us": ("op_s", 1e-6),
+        "job_overhead_us": ("job_s", 1e-6),
         "beside_drives": ("product_beside_drives", links["product"].value),
         "gather_latency_us": ("gather_s", 1e-6),
     }

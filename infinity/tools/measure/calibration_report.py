@@ -34,6 +34,7 @@ _LINKS = [  # output: text, figure of one device, figure of all devices at once,
     ("a small copy", "copy_s", "", 1e-6, "us"),
     ("a small all_gather", "", "gather_s", 1e-6, "us"),
     ("overhead of an op", "op_s", "", 1e-6, "us"),
+    ("overhead of a job on a chunk", "job_s", "", 1e-6, "us"),
 ]
 _AXES = {"inflight_nbytes": "in the kernel", "block_nbytes": "block", "num_queues": "queues"}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from infinity.system.ranks import Ranks
-from infinity.tools.measure import figures, gpu_rates, probes
+from infinity.tools.measure import figures, gpu_rates, probes, small_steps
 from infinity.tools.progress import Progress
 
 LINK_NBYTES = 32 << 20  # of a copied or gathered chunk
@@ -58,7 +58,8 @@ def _measures(device: torch.device, ranks: Ranks, paths: Sequence[Path]) -> dict
         "h2d": of_one("copies to the device", lambda: rate(copies(True))),
         "d2h": of_one("copies from the device", lambda: rate(copies(False))),
         "copy_s": of_one("a small copy", lambda: probes.copy_seconds(device)),
-        "op_s": of_all("small ops", lambda: probes.op_seconds(device), slowest=ranks.most),
+        "op_s": of_all("small ops", lambda: small_steps.op_seconds(device), slowest=ranks.most),
+        "job_s": of_one("small chunks", lambda: small_steps.job_seconds(device, paths)),
     }
     if not cuda:
         found["product_beside_drives"] = of_one("products while drives work", lambda: probes.product_rate_beside_drives(paths))

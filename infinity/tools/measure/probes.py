@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import itertools
 import os
 import statistics
@@ -24,17 +23,13 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import aio_ext
-from infinity.config import Config
 from infinity.engine.build import update_threads
-from infinity.engine.offload import offload
 from infinity.errors import SwapError
 from infinity.model.gpt import Block
 from infinity.optim.adam import AdamScalars, adam_step
-from infinity.optim.optimizers import AdamW
-from infinity.plan.partition import BLOCK_NUMEL
 from infinity.system.arena import Arena
 from infinity.system.capacity import device_of, num_cores
-from infinity.system.ranks import Ranks, use_ranks
+from infinity.system.ranks import Ranks
 from infinity.system.swap import Swap
 from infinity.tools.measure import gpu_rates
 
@@ -45,7 +40,6 @@ NUM_ROUNDS = 5  # of a processor measurement, of which the median counts
 UPDATE_NUMEL, UPDATE_RECORDS = 4 << 20, 32  # parameters of a record; all records together exceed the caches of processors
 GPU_RECORD_FACTOR = 8  # a GPU updates a record of UPDATE_NUMEL in less time than the host needs for the next call
 BESIDE_NBYTES = 16 << 20  # of a chunk on the drives beside products
-SMALL_LAYERS = 64
 CPU_BLOCK = (512, 8, 4, 128)  # hidden, heads, batch, length
 
 _SCALARS = AdamScalars.of(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=3)
@@ -357,54 +351,13 @@ def _block_rate(device: torch.device) -> float:
     return counter.get_total_flops() / _median_seconds(step, device)
 
 
-def op_seconds(device: torch.device) -> float:
-    """Seconds of the training thread per op with very little work; on the CPU, the seconds beyond those of plain PyTorch. Without the collectives
-    of several ranks, which have figures of their own.
-
-    A difference of two measurements: other work on the machine can make the difference negative.
-    """
-    plain = 0.0 if device.type == "cuda" else _small_step_seconds(device, None)
-    return (_small_step_seconds(device, "device") - plain) / (2 * SMALL_LAYERS)  # forward and backward
-
-
-def _small_step_seconds(device: torch.device, tier: str | None) -> float:
-    """Seconds of the passes of small layers in a tier, or in plain PyTorch without an optimizer."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(SMALL_LAYERS)))
-    with contextlib.ExitStack() as stack:
-        optimizer = None
-        if tier is None:
-            model.to(device)
-        else:
-            chunk_mib = -(-(128 * 128 + 128) // BLOCK_NUMEL) * BLOCK_NUMEL * 2 / 2**20  # one layer per chunk
-            stack.callback(use_ranks, use_ranks(functools.partial(Ranks, alone=True)))
-            places = {"device": device.type, "param_tier": tier, "optimizer_state_tier": tier}
-            stack.enter_context(offload(model, Config(dtype="fp32", chunk_mib=chunk_mib, verbose=False, **places)))
-            optimizer = AdamW(model.parameters())
-        x = torch.randn(4, 128, device=device)
-
-        def passes():
-            model(x).sum().backward()
-
-        def end():
-            if optimizer is not None:
-                optimizer.step()
-            (optimizer or model).zero_grad()
-
-        for work in (passes, end) * 2:
-            work()
-        return _median_seconds(passes, device, end)
-
-
-def _median_seconds(work: Callable[[], object], device: torch.device, after: Callable[[], object] = lambda: None) -> float:
-    """The median time of `work`. `after` runs after each `work` and is not timed."""
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     seconds = []
     for _ in range(1 + NUM_ROUNDS):
         began = time.perf_counter()
         work()
         gpu_rates.wait_for(device)
         seconds.append(time.perf_counter() - began)
-        after()
     return statistics.median(seconds[1:])
 
 

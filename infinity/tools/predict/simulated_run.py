@@ -87,6 +87,7 @@ def world_of(machine: Machine) -> World:
         copy=machine.h2d_gbps * 1e9 if on_cpu else Rates.copy,  # a CPU device copies in host memory, with one thread
         beside_drives=machine.beside_drives,
         launch_s=machine.op_overhead_us * 1e-6 / OPERATIONS_PER_OP,
+        job_s=machine.job_overhead_us * 1e-6,
     )
     return World(
         rates,
