@@ -165,6 +165,7 @@ class DeviceMemory:
     def __init__(self, capacity_nbytes: int | None):
         self._capacity_nbytes = capacity_nbytes
         self._allocated_nbytes = self._peak_nbytes = self._most_nbytes = self._num_failures = 0
+        self.refused_nbytes = 0  # of all tensors together with the last one that found no room
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """The storage is new, and takes memory as long as it lives. Raises torch.OutOfMemoryError, as PyTorch does."""
@@ -176,6 +177,7 @@ class DeviceMemory:
         """Take memory, or give a negative number of bytes back. Raises torch.OutOfMemoryError, as PyTorch does."""
         if self._capacity_nbytes is not None and self._allocated_nbytes + nbytes > self._capacity_nbytes:
             self._num_failures += 1
+            self.refused_nbytes = self._allocated_nbytes + nbytes
             raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes, but {self.free_nbytes()} are free")
         self._change(nbytes)
 

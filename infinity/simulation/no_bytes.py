@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from infinity.errors import ConfigError
+from infinity.sizes import format_bytes
 from infinity.system.host_bytes import map_flags
 
 KEPT_NBYTES = 16 << 10  # tensors up to this size hold their bytes
@@ -73,7 +75,8 @@ class NoBytes(TorchDispatchMode):
     """Leaves out the work of large operations, in one thread.
 
     spend(work): called for each operation, small ones included. kept_nbytes: tensors up to this size hold their bytes. allocated(storage):
-    called for each new large storage. read(): called before the program reads a value."""
+    called for each new large storage. read(): called before the program reads a value. has_addresses: if false, new large tensors are one expanded
+    element, such as those of a model that an engine does not have yet."""
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class NoBytes(TorchDispatchMode):
     ):
         super().__init__()
         self._spend, self._kept_nbytes, self._allocated, self._read = spend, kept_nbytes, allocated, read
+        self.has_addresses = True
         self._known: dict[tuple, tuple[object, int]] = {}  # nested `_Shape`s and floating-point operations of earlier operations
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -142,6 +146,8 @@ class NoBytes(TorchDispatchMode):
 
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
+        if shape.nbytes > self._kept_nbytes and not self.has_addresses:
+            return torch.zeros((), dtype=shape.dtype).expand(shape.sizes)
         if shape.nbytes > _MAPPED_NBYTES:
             made = _mapped(shape)
         else:
@@ -153,9 +159,14 @@ class NoBytes(TorchDispatchMode):
 
 
 def _mapped(shape: _Shape) -> torch.Tensor:
-    """A tensor whose addresses are reserved and never used. malloc refuses more bytes than the machine has."""
+    """A tensor whose addresses are reserved and never used. malloc refuses more bytes than the machine has. Raises ConfigError if there are too
+    few addresses."""
     numel = 1 + sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides))
-    memory = mmap.mmap(-1, numel * shape.dtype.itemsize, flags=map_flags())
+    try:
+        memory = mmap.mmap(-1, numel * shape.dtype.itemsize, flags=map_flags())
+    except OSError:
+        size = format_bytes(numel * shape.dtype.itemsize)
+        raise ConfigError(f"a tensor of {size} is larger than a process can address: choose a smaller batch or sequence, or a smaller model") from None
     return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.sizes, shape.strides)
 
 

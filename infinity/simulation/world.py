@@ -161,12 +161,14 @@ class World:
 
     @contextlib.contextmanager
     def outside_the_device(self) -> Iterator[None]:
-        """Inside the block, new tensors take no device memory, such as those of a model before the engine has it."""
+        """Inside the block, new tensors take neither device memory nor addresses, such as those of a model before the engine has it."""
         before, self._is_counting = self._is_counting, False
+        self._of_training.has_addresses = False
         try:
             yield
         finally:
             self._is_counting = before
+            self._of_training.has_addresses = True
 
     def finish(self) -> None:
         """Wait until the device has done its work."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -155,6 +156,18 @@ def format_count(num: float) -> str:
         if num >= size:
             return f"{num / size:.4g} {unit}"
     return f"{num:,.0f}"
+
+
+@contextlib.contextmanager
+def unchecked_values() -> Iterator[None]:
+    """Inside the block, transformers does not check values of inputs: without values, for example no token stands for an image."""
+    name = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 class TooManyTensors(ConfigError):

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import sys
 
 import pytest
@@ -74,7 +75,7 @@ def test_bytes_per_parameter_of_a_plan_are_those_of_the_design(node, capsys, com
     status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
     assert status == 0
     links = report["links"]
-    assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03)
+    assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.05)  # a step may end before all of its bytes are written
     assert links["nvme_read"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
     assert links["d2h"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
     assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and places of gradients
@@ -406,9 +407,11 @@ def test_the_largest_model_within_the_limit_of_tensors_is_a_lower_bound(node, mo
 
 
 @pytest.mark.long
-def test_impossible_activation_sizes_print_one_line(node, capsys):
-    status, _, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
-    assert status == 2 and errors.count("\n") == 1 and "choose a smaller batch or sequence" in errors
+def test_impossible_activation_sizes_do_not_fit(node, capsys):
+    status, out, errors = run(capsys, "--hidden", "100096", "--layers", "1", "--batch", "9999999999", "--nodes", "1000")
+    assert status == 1 and not errors and "lower the batch or the sequence" in out.splitlines()[1]
+    needed = re.search(r"need more than ([\d.]+) TiB; a device has 3.9 GiB", out)
+    assert float(needed[1]) > 70  # of the tokens alone
 
 
 @pytest.mark.parametrize("share, text", [(0, "0%"), (1e-6, "<1%"), (0.02, "2%"), (1, "100%")])

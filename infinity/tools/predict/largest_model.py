@@ -55,14 +55,6 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
     def fitting(step: int) -> int | None:
         nonlocal is_most
         hidden, layers, num = sizes(step)
-        try:
-            with few_tensors():
-                subject = gpt(hidden, layers, num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
-        except BudgetError:
-            return None
-        except TooManyTensors:
-            is_most = False
-            return None
         block = formulas.activation_working_nbytes(batch=batch, seq=seq, hidden=hidden, heads=0)
         checkpoints = formulas.checkpoint_nbytes(batch=batch, seq=seq, hidden=hidden, layers=layers)
         saved = layers * block if arguments.keep_activations else checkpoints + block
@@ -70,8 +62,13 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
         chunk_mib = max(16.0 * machine.world, num / COARSE_CHUNKS / 2**19)
         coarse = dataclasses.replace(config, chunk_mib=min(chunk_mib, machine.device_memory / COARSEST_SHARE / 2**20))
         try:
+            with few_tensors():
+                subject = gpt(hidden, layers, num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
             require_room(subject, machine, coarse, saved)
         except BudgetError:
+            return None
+        except TooManyTensors:  # of layers, or of their tiles
+            is_most = False
             return None
         return sum(param.numel() for param in subject.model.parameters())
 

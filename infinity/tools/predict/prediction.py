@@ -151,7 +151,7 @@ def _settings(world: World, machine: Machine, config: Config) -> Iterator[Config
         try:
             yield dataclasses.replace(config, device="cpu", swap_dirs=[folder], verbose=False, trace=True)
         except torch.OutOfMemoryError:
-            raise BudgetError(_too_many(world.memory.most_nbytes(), machine)) from None
+            raise BudgetError(_too_many(world.memory.refused_nbytes, machine)) from None
         except SwapError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -228,9 +228,9 @@ def _memory(world: World, machine: Machine, engine) -> dict[Tier, Need]:
     """Needed and existing bytes of a device, and of a node's host memory and drives. If the device is the CPU, its tensors are in the node's
     memory. World.memory leaves out small tensors, the tier does not."""
     on_device, in_host, saved = max(world.memory.most_nbytes(), engine.tier.peak_nbytes), engine.arena.nbytes, 0
-    activations = engine.device_budget.meter.activation_nbytes
+    # The engine does not measure activations if nothing can leave the device.
+    activations = engine.device_budget.meter.activation_nbytes or on_device - engine.tier.peak_nbytes
     if machine.device == "cpu":
-        activations = on_device - engine.tier.peak_nbytes
         in_host, saved = in_host + on_device, activations * machine.devices
     return {
         DEVICE: Need(on_device, machine.device_memory if machine.device == "cuda" else None, activations),

@@ -30,7 +30,7 @@ from infinity.system.events import Events
 from infinity.system.ranks import Ranks, make_ranks
 from infinity.system.threads import now
 from infinity.tools.machine import Machine
-from infinity.tools.meta_models import Subject, few_tensors
+from infinity.tools.meta_models import Subject, few_tensors, unchecked_values
 
 UPDATE_NBYTES = 26  # a parameter of the measured update rate: a bf16 record, read and written, and a gradient
 OPERATIONS_PER_OP = 2.5  # of PyTorch, in forward or backward of a linear layer, by which the overhead of an op is measured
@@ -123,7 +123,8 @@ def train(world: World, subject: Subject, config: Config, step: TrainingStep, lo
                 marks.append(Mark(now(), nbytes, world.compute_seconds))
             return look(engine, marks)
 
-    return world.run(main)
+    with unchecked_values():
+        return world.run(main)
 
 
 def require_places(world: World, subject: Subject, config: Config) -> None:
