@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from infinity.errors import ConfigError, UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.model.gpt import GPT
+from infinity.model.tiled_layers import Tiled
 
 MOST_TENSORS = 25_000  # of a model with tiles: layout, run and simulation then take about a minute
 
@@ -149,6 +150,14 @@ def num_heads(hidden: int) -> int:
     """The number of heads with about 128 elements each."""
     most = max(1, hidden // 128)
     return next(heads for heads in range(most, 0, -1) if hidden % heads == 0)
+
+
+def outer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules in the outermost ModuleLists, without tiles."""
+    tiles = {id(module.tiles) for module in model.modules() if isinstance(module, Tiled)}
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) not in tiles]
+    inner = {id(below) for blocks in lists for block in blocks for below in block.modules()}
+    return [block for blocks in lists if id(blocks) not in inner for block in blocks]
 
 
 def format_count(num: float) -> str:

@@ -31,7 +31,7 @@ from infinity.system.events import COMPUTE, LINKS, STALL
 from infinity.tools.machine import Machine
 from infinity.tools.measure.breakdown import breakdown
 from infinity.tools.meta_models import Subject
-from infinity.tools.predict.simulated_run import LAST_STEPS, Mark, TrainingStep, require_places, train, usable_nbytes, world_of
+from infinity.tools.predict.simulated_run import Mark, TrainingStep, num_counted, require_places, train, usable_nbytes, world_of
 
 COARSE_FROM, COARSE_CHUNKS = 250e9, 1000  # a larger model has about so many chunks here, because a prediction takes time for each chunk
 COARSEST_SHARE = 32  # a chunk takes at most 1/32 of a device, because several must fit at once
@@ -184,7 +184,7 @@ def _no_room(world: World, machine: Machine) -> str:
 
 def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingStep, engine, marks: list[Mark]) -> Prediction:
     num_steps = len(marks) - 1
-    num = min(num_steps - 1, max(LAST_STEPS, engine.placement.num_late + 1))  # moments that are late are written once in so many steps
+    num = min(num_steps - 1, num_counted(engine))
     lanes = breakdown([trace_of(engine)], num_warm_up=num_steps - num)["lanes"]
     first, last = marks[-1 - num], marks[-1]
     seconds = (last.seconds - first.seconds) / num

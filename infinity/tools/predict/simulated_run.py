@@ -22,7 +22,6 @@ from infinity.engine.engine import managed_parameters
 from infinity.engine.layerwise.accumulate import accumulate
 from infinity.engine.offload import cut_large_layers, offload
 from infinity.engine.sizing import Training
-from infinity.model.tiled_layers import Tiled
 from infinity.optim.optimizers import AdamW
 from infinity.simulation.world import Rates, SimulatedHost, World
 from infinity.system.capacity import device_of
@@ -30,7 +29,7 @@ from infinity.system.events import Events
 from infinity.system.ranks import Ranks, make_ranks
 from infinity.system.threads import now
 from infinity.tools.machine import Machine
-from infinity.tools.meta_models import Subject, few_tensors, unchecked_values
+from infinity.tools.meta_models import Subject, few_tensors, outer_blocks, unchecked_values
 
 UPDATE_NBYTES = 26  # a parameter of the measured update rate: a bf16 record, read and written, and a gradient
 OPERATIONS_PER_OP = 2.5  # of PyTorch, in forward or backward of a linear layer, by which the overhead of an op is measured
@@ -113,18 +112,25 @@ def train(world: World, subject: Subject, config: Config, step: TrainingStep, lo
 
     def main() -> object:
         with _started(world, subject, config, step) as (engine, model, optimizer, inputs):
-            marks = [Mark(now(), {}, 0.0)]
-            while not _is_steady(marks):
+            marks, settled = [Mark(now(), {}, 0.0)], 0
+            while not _is_steady(marks) or len(marks) <= settled + num_counted(engine):
                 _passes(model, inputs, step)
                 optimizer.step()
                 optimizer.zero_grad()
                 world.finish()
                 nbytes = {link: meter.nbytes for link, meter in engine.events.meters.items()}
                 marks.append(Mark(now(), nbytes, world.compute_seconds))
+                if engine.device_budget.trial.has_just_failed:  # an undone placement may come back
+                    settled = len(marks) - 1
             return look(engine, marks)
 
     with unchecked_values():
         return world.run(main)
+
+
+def num_counted(engine) -> int:
+    """The number of last steps whose mean counts. Moments that are late are written once in so many steps."""
+    return max(LAST_STEPS, engine.placement.num_late + 1)
 
 
 def require_places(world: World, subject: Subject, config: Config) -> None:
@@ -199,7 +205,7 @@ def _with_values(subject: Subject, step: TrainingStep) -> tuple[nn.Module, dict]
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     if step.recompute:
-        for block in _blocks(model):
+        for block in outer_blocks(model):
             vars(block).update(forward=functools.partial(checkpoint, block.forward, use_reentrant=False))
     return model.train(), {name: _input(value) for name, value in subject.inputs.items()}
 
@@ -210,11 +216,3 @@ def _without_memory(param: nn.Parameter) -> nn.Parameter:
 
 def _input(value):
     return torch.zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules in the outermost ModuleLists, without tiles."""
-    tiles = {id(module.tiles) for module in model.modules() if isinstance(module, Tiled)}
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and id(module) not in tiles]
-    inner = {id(below) for blocks in lists for block in blocks for below in block.modules()}
-    return [block for blocks in lists if id(blocks) not in inner for block in blocks]
