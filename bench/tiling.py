@@ -40,6 +40,7 @@ from infinity.tools.predict.simulated_run import TrainingStep, world_of
 from infinity.tools.predict.simulated_run import train as train_without_bytes
 
 SEPARATOR_NBYTES = 2 << 20
+WHOLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}  # expandable ones move pages, so nothing stays fragmented
 SLACK_NBYTES = 24 << 20  # for the driver, which loads kernels at their first use
 SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: the allocator has a separate pool for these
 
@@ -104,7 +105,7 @@ def in_a_process(options, factor, hidden):
     told = {"device": options.device, "block-mib": options.block_mib, "tokens": options.tokens, "one": f"{factor}:{hidden}"}
     command = [sys.executable, os.path.abspath(__file__), *(f"--{name}={value}" for name, value in told.items())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.timeout, env=os.environ | WHOLE_SEGMENTS)
     except subprocess.TimeoutExpired:
         sys.exit(f"factor {factor}, hidden {hidden}: not over after {options.timeout:g} s")
     lines = done.stdout.splitlines()
