@@ -8,13 +8,14 @@ import torch
 
 import infinity
 from infinity import Config
+from infinity.engine.memory.allocation_trial import AllocationTrial
 from infinity.errors import BudgetError
 from infinity.model.gpt import GPT
 from infinity.plan.tiers import DEVICE, HOST
 from infinity.tools.machine import DriveRates, Machine
 from infinity.tools.meta_models import Subject
 from infinity.tools.predict.prediction import predict
-from infinity.tools.predict.simulated_run import TrainingStep
+from infinity.tools.predict.simulated_run import TrainingStep, num_counted, train, world_of
 
 SIZES = dict(hidden=128, layers=4, heads=4, vocab=256, seq=32)
 CPU = Machine(
@@ -123,6 +124,28 @@ def test_bytes_of_a_quantised_frozen_base_are_those_of_a_real_run(tmp_path, sett
         share = 0.8 if link == "nvme_read" else 0.25
         assert prediction.uses[link].nbytes == pytest.approx(nbytes[link], abs=share * weights), link
     assert (nbytes["h2d"] == 0) == (settings.get("device_memory") == "40MiB")
+
+
+def test_steps_in_which_an_undone_placement_may_come_back_do_not_count(tmp_path, monkeypatch):
+    """A placement has failed in steps 2 to 4. Without that, four equal steps are enough."""
+    ended, step_done = [], AllocationTrial.step_done
+    monkeypatch.setattr(AllocationTrial, "step_done", lambda trial: ended.append(trial) or step_done(trial))
+    config, nums = Config(swap_dirs=[tmp_path], dtype="fp32", device="cpu", verbose=False), []
+    for fails in ((), range(2, 5)):
+        ended.clear()
+        monkeypatch.setattr(AllocationTrial, "has_just_failed", property(lambda trial, fails=fails: len(ended) in fails))
+        nums.append(train(world_of(CPU), gpt_on_meta(), config, TrainingStep(), lambda engine, marks: (len(marks) - 1, num_counted(engine))))
+    assert nums[0][0] == 4 and nums[1][0] == 4 + nums[1][1]
+
+
+def test_the_time_of_jobs_lengthens_steps_that_move_chunks():
+    """Each job takes a processor's time, so a step of many chunks becomes longer, and one that moves nothing does not."""
+    slow = dataclasses.replace(CPU, job_overhead_us=400.0)
+    moving = Config(dtype="fp32", **CHUNKS | NVME | dict(residency="none"))
+    steps = {config: [predict(gpt_on_meta(), machine, config).step_seconds for machine in (CPU, slow)] for config in (moving, Config(dtype="fp32"))}
+    before, after = steps[moving]
+    assert after > before + 0.01
+    assert steps[Config(dtype="fp32")][1] == pytest.approx(steps[Config(dtype="fp32")][0], rel=0.02)
 
 
 def test_a_model_that_does_not_fit_names_the_short_memory():
