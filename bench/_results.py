@@ -29,6 +29,8 @@ TOPICS = (
     "prefetch",
     "memory",
     "placement",
+    "tiling",
+    "activations",
     "split_simulated",
     "checkpoints",
     "start",

@@ -128,13 +128,15 @@ def training(options, hidden: int, folder: str, place: str):
 def plot(options, found: dict) -> None:
     pyplot = output.pyplot()
     figure, axes = pyplot.subplots(figsize=(5.5, 3.5), layout="constrained")
+    most = 1.0
     for place in PLACES[1:]:
         bases = [statistics.median(each["seconds"]["device"]) for each in found.values()]
         ratios = [[taken / base for taken in each["seconds"][place]] for base, each in zip(bases, found.values())]
         medians = [statistics.median(each) for each in ratios]
+        most = max(most, *map(max, ratios))
         axes.errorbar([str(hidden) for hidden in found], medians, yerr=error_bars(ratios), fmt="o-", capsize=3, label=place)
     axes.axhline(1, color="grey", linewidth=0.5)
-    axes.set(xlabel="hidden size", ylabel="step, of that with activations on the device", ylim=(0, None))
+    axes.set(xlabel="hidden size", ylabel="step, of that with activations on the device", ylim=(0, 1.2 * most))
     where = f"simulated {options.simulate}" if options.simulate else options.device
     axes.set_title(f"activations offloaded: {where}, {options.layers} layers, batch {options.batch}", fontsize=10)
     axes.legend()

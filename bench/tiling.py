@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -192,6 +193,7 @@ def train(options, factor, hidden):
                 steps(options, 128, 1, config | {"device_memory": "auto"})  # loads kernels, makes streams and workspaces
                 held = fragment(block)
                 refuse_larger(block)
+                config.setdefault("device_memory", len(held.separators) * block)  # by itself the engine takes no pieces of fixed segments
             result = steps(options, int(hidden), side, config)
         except (torch.OutOfMemoryError, infinity.BudgetError) as error:
             return refused(error)
@@ -228,6 +230,14 @@ def sizes(hidden, engine):
     return {"hidden": hidden, "weight_nbytes": 8 * hidden**2, "tile_nbytes": tile, "peak_nbytes": engine.stats()["peak_device_nbytes"]}
 
 
+class Held(NamedTuple):
+    """Tensors that keep the device's memory in pieces. separators: one after each block."""
+
+    small: list
+    separators: list
+    tail: list
+
+
 def fragment(block):
     """Take all memory of the device except blocks of this size. The memory stays taken while the result lives.
 
@@ -247,7 +257,7 @@ def fragment(block):
         separators.append(torch.empty(SEPARATOR_NBYTES, dtype=torch.uint8, device="cuda"))
     rest = nbytes % (block + SEPARATOR_NBYTES)
     tail = [torch.empty(rest, dtype=torch.uint8, device="cuda")] if rest else []
-    return small, separators, tail
+    return Held(small, separators, tail)
 
 
 def refuse_larger(block):
@@ -275,7 +285,9 @@ def plot(options, hidden):
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="tiles of a linear layer", ylabel="largest hidden size", ylim=(min(sizes) / 2, 1.5 * max(sizes)))
-    axes.set_title(f"device memory {'of' if options.device == 'cpu' else 'in blocks of'} {options.block_mib:g} MiB")
+    where = f"{options.simulate}, simulated: " if options.simulate else ""
+    kind = "of" if options.device == "cpu" and not options.simulate else "in blocks of"
+    axes.set_title(f"{where}device memory {kind} {options.block_mib:g} MiB", fontsize=10)
     figure.savefig(options.plot, dpi=150)
 
 
