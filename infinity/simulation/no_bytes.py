@@ -11,6 +11,7 @@ Knows operations of torch. Must not know the engine.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator
@@ -75,8 +76,7 @@ class NoBytes(TorchDispatchMode):
     """Leaves out the work of large operations, in one thread.
 
     spend(work): called for each operation, small ones included. kept_nbytes: tensors up to this size hold their bytes. allocated(storage):
-    called for each new large storage. read(): called before the program reads a value. has_addresses: if false, new large tensors are one expanded
-    element, such as those of a model that an engine does not have yet."""
+    called for each new large storage. read(): called before the program reads a value."""
 
     def __init__(
         self,
@@ -88,8 +88,17 @@ class NoBytes(TorchDispatchMode):
     ):
         super().__init__()
         self._spend, self._kept_nbytes, self._allocated, self._read = spend, kept_nbytes, allocated, read
-        self.has_addresses = True
+        self._has_addresses = True
         self._known: dict[tuple, tuple[object, int]] = {}  # nested `_Shape`s and floating-point operations of earlier operations
+
+    @contextlib.contextmanager
+    def without_addresses(self) -> Iterator[None]:
+        """Inside the block, new large tensors are one expanded element, such as those of a model before an engine has the model."""
+        self._has_addresses = False
+        try:
+            yield
+        finally:
+            self._has_addresses = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -146,7 +155,7 @@ class NoBytes(TorchDispatchMode):
 
     def _empty(self, shape: _Shape) -> torch.Tensor:
         """A tensor on the CPU: zeros if small, otherwise without bytes."""
-        if shape.nbytes > self._kept_nbytes and not self.has_addresses:
+        if shape.nbytes > self._kept_nbytes and not self._has_addresses:
             return torch.zeros((), dtype=shape.dtype).expand(shape.sizes)
         if shape.nbytes > _MAPPED_NBYTES:
             made = _mapped(shape)
@@ -166,7 +175,7 @@ def _mapped(shape: _Shape) -> torch.Tensor:
         memory = mmap.mmap(-1, numel * shape.dtype.itemsize, flags=map_flags())
     except OSError:
         size = format_bytes(numel * shape.dtype.itemsize)
-        raise ConfigError(f"a tensor of {size} is larger than a process can address: choose a smaller batch or sequence, or a smaller model") from None
+        raise ConfigError(f"a tensor of {size} is larger than a process can address: choose a smaller batch, sequence or model") from None
     return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.sizes, shape.strides)
 
 

@@ -163,12 +163,11 @@ class World:
     def outside_the_device(self) -> Iterator[None]:
         """Inside the block, new tensors take neither device memory nor addresses, such as those of a model before the engine has it."""
         before, self._is_counting = self._is_counting, False
-        self._of_training.has_addresses = False
         try:
-            yield
+            with self._of_training.without_addresses():
+                yield
         finally:
             self._is_counting = before
-            self._of_training.has_addresses = True
 
     def finish(self) -> None:
         """Wait until the device has done its work."""
