@@ -20,6 +20,7 @@ TOPICS = (
     "layerwise",
     "peers_nvme",
     "peers_memory",
+    "throughput",
     "largest",
     "largest_by_placement",
     "overhead",

@@ -2,10 +2,10 @@
 
     python bench/throughput.py [--json FILE] [--plot FILE]
 
-These are figure 5c of ZeRO-Infinity and the figures of PatrickStar for throughput by size and by number of GPUs. The bench measures nothing: steps
-are those of the tables `prediction` and `finetune` in bench/results/, with 16,384 tokens for each GPU and the default placement. If a table has
-several rows for a point, the fastest one counts. Model TFLOP/s are 6 operations a parameter and token, without embeddings and with the
-head, and causal attention. Recomputation is not counted.
+These are figure 5c of ZeRO-Infinity and the figures of PatrickStar for throughput by size and by number of GPUs. The bench measures
+nothing: steps are those of the tables `prediction` and `finetune` in bench/results/, with 16,384 tokens for each GPU and the default
+placement. If a table has several rows for a point, the fastest one counts. The largest models are of the table `largest`. Model TFLOP/s are
+6 operations a parameter and token, without embeddings and with the head, and causal attention. Recomputation is not counted.
 """
 
 import argparse
@@ -24,6 +24,7 @@ ROWS = {
     "this engine, two GPUs": ("3 B, 2 GPUs", "14 B, 2 GPUs", "32 B, bf16 moments, 2 GPUs"),
 }
 PEERS = ("FSDP2 CPU offload", "DeepSpeed ZeRO-3 CPU offload")
+LARGEST = {"Llama 23.57 B, 8-bit states": "24b", "Qwen2.5 32.76 B, 8-bit states, no master": "32b"}  # of the table `largest`
 LLAMAS = {"Llama 1.24 B": "1b", "Llama 3.21 B": "3b", "Llama 8.03 B": "8b"}  # of the table `finetune`
 TOKENS = 4 * predict.SEQUENCE
 
@@ -51,6 +52,9 @@ def points() -> dict[str, list[dict]]:
         for row in rows_of("prediction"):
             if row["row"] in names:
                 note(found, engine, predict.ROWS["cuda"][row["row"]].model, row["measured, s"], row)
+    for row in rows_of("largest"):
+        if row["model"] in LARGEST:
+            note(found, "this engine, 8-bit states, one GPU of 80 GB", LARGEST[row["model"]], row["step, s"], row)
     for row in rows_of("finetune"):
         is_alike = row["model"] in LLAMAS and row["tokens a step"] == TOKENS and row["micro-batches"] == 1
         if is_alike and row["engine"] in PEERS:
