@@ -24,7 +24,7 @@ import infinity
 from infinity import output
 from infinity.model.gpt import GPT
 from infinity.tools.machine import Machine
-from infinity.tools.meta_models import gpt
+from infinity.tools.meta_models import gpt, num_heads
 from infinity.tools.predict.simulated_run import TrainingStep, train, world_of
 
 PLACES = ("device", "host", "nvme")
@@ -67,7 +67,7 @@ def main() -> int:
 def simulated(options, hidden: int, folder: str) -> dict:
     """As `measure`, with the last step of a simulated run for each place."""
     machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1)
-    subject = gpt(hidden, options.layers, max(1, hidden // 128), options.vocab, options.seq, options.batch, options.dtype)
+    subject = gpt(hidden, options.layers, num_heads(hidden), options.vocab, options.seq, options.batch, options.dtype)
     found = {"seconds": {}, "peak_nbytes": {}, "moved_nbytes": {}}
     for place in PLACES:
         world = world_of(machine)
@@ -120,8 +120,7 @@ def training(options, hidden: int, folder: str, place: str):
     path = tempfile.mkdtemp(dir=folder)
     config = {"device": options.device, "dtype": options.dtype, "host_memory": options.host_memory, "swap_dirs": path}
     with infinity.init(infinity.Config(activation_tier=place, **config)):
-        heads = max(1, hidden // 128)
-        model = GPT(hidden, options.layers, heads, options.vocab, options.seq, checkpoint_activations=True)
+        model = GPT(hidden, options.layers, num_heads(hidden), options.vocab, options.seq, checkpoint_activations=True)
     return model, infinity.AdamW(model.parameters(), lr=1e-4)
 
 

@@ -1,6 +1,6 @@
 """Backward time with gradients offloaded by all ranks, against one owner's link (figure 6c of ZeRO-Infinity, section 8).
 
-    python bench/gradients.py [--device cuda] [--ranks 2,4] [--hidden 4096] [--layers 4] [--batch 1] [--rounds 5]
+    python bench/gradients.py [--device cuda] [--simulate MACHINE] [--ranks 2,4] [--hidden 4096] [--layers 4] [--batch 1] [--rounds 5]
                               [--json FILE] [--plot FILE]
 
 Weights stay on the device, so only gradients move. `all` is this engine: a chunk's gradient is reduce-scattered, and each rank copies
@@ -8,14 +8,21 @@ its slice to the host. With `owner`, the gradient is reduced to rank 0, which co
 engine on the same ranks, in turn. The learning rate is 0, so both have the same gradients. The gradients' sums of squares in host memory
 must agree within --tolerance, or the exit status is 1. A time lasts from before backward() until the last byte is there, on all ranks;
 the median of the --steps of a round counts. On the CPU a link is a memory copy by one thread of the rank.
+
+--simulate names a machine file or a machine that the engine knows. One rank trains without bytes on that machine: with `all` each rank copies at
+d2h_all_gbps, with `owner` this rank copies alone, at d2h_gbps. The last of the --steps counts, and there are no sums.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,8 +45,13 @@ from _common import (
 import infinity
 from infinity import output
 from infinity.model.gpt import GPT
+from infinity.system.threads import now
+from infinity.tools.machine import Machine
+from infinity.tools.meta_models import gpt, num_heads
+from infinity.tools.predict.simulated_run import TrainingStep, started, world_of
 
 WAYS = ("all", "owner")
+PLACES = {"param_tier": "device", "optimizer_state_tier": "host", "update": "deferred"}
 OWNER = 0
 
 
@@ -47,6 +59,7 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on this machine")
     parser.add_argument("--ranks", type=positives, default=str(torch.cuda.device_count()) if cuda else "2", help="numbers of them")
     shape = (("hidden", 4096 if cuda else 512), ("layers", 4), ("vocab", 32000 if cuda else 2048), ("seq", 1024 if cuda else 32))
     for name, default in (*shape, ("batch", 1), ("rounds", 5), ("steps", 3)):
@@ -63,21 +76,64 @@ def main() -> int:
     found = {}
     for num_ranks in options.ranks:
         try:
-            found[num_ranks] = report = on_ranks(__file__, ["--case", json.dumps(case)], num_ranks, options.timeout)[0]
+            if options.simulate:
+                found[num_ranks] = report = simulated(options, num_ranks)
+            else:
+                found[num_ranks] = report = on_ranks(__file__, ["--case", json.dumps(case)], num_ranks, options.timeout)[0]
         except RunError as error:
             sys.exit(f"{num_ranks} ranks: {error}")
         times, nbytes = report["seconds"], report["nbytes"]
         ratios = [owner / all_ for all_, owner in zip(*(times[way] for way in WAYS))]
         print(
             f"{num_ranks} ranks, {nbytes / 2**20:.0f} MiB of gradients: all {spread(times['all'])} s, owner {spread(times['owner'])} s, "
-            f"{spread(ratios, 2)}x; sums of squares differ by {report['difference']:.1e}",
+            f"{spread(ratios, 2)}x" + ("" if options.simulate else f"; sums of squares differ by {report['difference']:.1e}"),
             flush=True,
         )
     if options.json:
         output.write_json(options.json, {"found": found, "torch": torch.__version__, "options": case})
     if options.plot:
         plot(options, found)
-    return int(not agree(options, max(report["difference"] for report in found.values()), "sums of squares"))
+    return 0 if options.simulate else int(not agree(options, max(report["difference"] for report in found.values()), "sums of squares"))
+
+
+def simulated(options, num_ranks: int) -> dict:
+    """As `measure`, on so many devices of the simulated machine, without the difference."""
+    node, seconds = Machine.load(Path(options.simulate)), {}
+    devices = min(num_ranks, node.devices)
+    machine = dataclasses.replace(node, devices=devices, nodes=num_ranks // devices)
+    subject = gpt(options.hidden, options.layers, num_heads(options.hidden), options.vocab, options.seq, options.batch, options.dtype)
+    for way in WAYS:
+        world = world_of(machine if way == "all" else dataclasses.replace(machine, d2h_all_gbps=machine.d2h_gbps))
+        with tempfile.TemporaryDirectory() as folder:
+            config = infinity.Config(device="cpu", dtype=options.dtype, swap_dirs=[folder], verbose=False, **PLACES)
+            seconds[way] = [world.run(functools.partial(simulated_backward, options, world, subject, config, way))]
+    return {"seconds": seconds, "nbytes": sum(param.nbytes for param in subject.model.parameters())}
+
+
+def simulated_backward(options, world, subject, config, way: str) -> float:
+    """Seconds of the last backward pass, as one rank of the world."""
+    with started(world, subject, config, TrainingStep(recompute=True)) as (engine, model, optimizer, inputs):
+        if way == "owner":
+            owner, reduce_scatter = Owner(engine), engine.ranks.reduce_scatter
+
+            def reduce(flat: torch.Tensor, what: str) -> torch.Tensor:
+                reduce_scatter(flat, what)  # takes as long as a reduction to one rank
+                return flat
+
+            engine.ranks.reduce_scatter, engine.gradients._collect_shard = reduce, owner.collect
+        for _ in range(options.steps):
+            loss = model(**inputs)
+            world.finish()
+            start = now()
+            loss.backward()
+            engine.gradients.drain()
+            world.finish()
+            engine.gradients.adder.stream.synchronize()
+            took = now() - start
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.flush()
+        return took
 
 
 def measure(options) -> dict:
@@ -86,9 +142,8 @@ def measure(options) -> dict:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0)
-    places = {"param_tier": "device", "optimizer_state_tier": "host", "update": "deferred"}
-    with infinity.init(infinity.Config(device=options.device, dtype=options.dtype, **places)):
-        shape = (options.hidden, options.layers, max(1, options.hidden // 128), options.vocab, options.seq)
+    with infinity.init(infinity.Config(device=options.device, dtype=options.dtype, **PLACES)):
+        shape = (options.hidden, options.layers, num_heads(options.hidden), options.vocab, options.seq)
         model = GPT(*shape, checkpoint_activations=True)
     optimizer = infinity.AdamW(model.parameters(), lr=0.0)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -196,7 +251,7 @@ def plot(options, found: dict) -> None:
         bars.set_label({"all": "by all ranks", "owner": "by one owner"}[way])
     axes.set_xticks(range(len(found)), [str(num_ranks) for num_ranks in found])
     axes.set(xlabel="ranks", ylabel="backward, s")
-    axes.set_title(f"gradients to the host: {options.device}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
+    axes.set_title(f"gradients to the host: {options.simulate or options.device}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(options.plot, dpi=150)
 

@@ -12,7 +12,7 @@ blocks; the others may use all free memory. Records live in host memory. On the 
 whole device_memory there, which weights and their gradient share.
 
 --simulate names a machine file or a machine that the engine knows. The engine then trains without bytes on one device of that machine, where an
-allocation larger than a block fails. So hidden sizes can be larger than host memory allows here.
+allocation larger than a block fails. Hidden sizes can then be larger than host memory allows here. --device and --timeout have no meaning then.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from infinity.tools.meta_models import Subject
 from infinity.tools.predict.simulated_run import TrainingStep, world_of
 from infinity.tools.predict.simulated_run import train as train_without_bytes
 
+HEAD_DIM = 64
 SEPARATOR_NBYTES = 2 << 20
 WHOLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}  # expandable ones move pages, so nothing stays fragmented
 SLACK_NBYTES = 24 << 20  # for the driver, which loads kernels at their first use
@@ -66,11 +67,14 @@ def main() -> int:
         print(json.dumps(train(options, *options.one.split(":"))))
         return 0
 
+    if options.least_hidden % HEAD_DIM:
+        parser.error(f"--least-hidden {options.least_hidden}: expected a multiple of {HEAD_DIM}")
+    machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1) if options.simulate else None
     print(f"{options.simulate or options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
     print(f"{'factor':>7} {'hidden':>7} {'largest weight':>15} {'largest tile':>13} {'engine peak':>12}  the next size")
     results = {}
     for factor in options.factors:
-        results[factor] = largest(options, factor)
+        results[factor] = largest(options, machine, factor)
         best, refusal = results[factor]["best"], results[factor]["refusal"] or "was not tried"
         sizes = [best.get(key, 0) / 2**20 for key in ("weight_nbytes", "tile_nbytes", "peak_nbytes")]
         columns = f"{sizes[0]:>11.1f} MiB {sizes[1]:>9.1f} MiB {sizes[2]:>8.1f} MiB"
@@ -89,11 +93,11 @@ def tilings(text):
     return text.split(",")
 
 
-def largest(options, factor):
+def largest(options, machine, factor):
     """The results of the largest size that trains, and why the next size does not train."""
     best, refusal, hidden = {}, None, options.least_hidden
     while hidden <= options.most_hidden:
-        result = simulated(options, factor, hidden) if options.simulate else in_a_process(options, factor, hidden)
+        result = simulated(options, machine, factor, hidden) if machine else in_a_process(options, factor, hidden)
         if refusal := result.get("refusal"):
             refusal = f"{hidden}: {refusal}"
             break
@@ -121,7 +125,7 @@ class Layer(nn.Module):
 
     def __init__(self, hidden, linear):
         super().__init__()
-        self.heads = max(1, hidden // 64)
+        self.heads = hidden // HEAD_DIM
         self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
         self.qkv, self.projection = linear(hidden, 3 * hidden), linear(hidden, hidden)
         self.up, self.down = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
@@ -156,17 +160,16 @@ class Blocks(DeviceMemory):
 
     def take(self, nbytes):
         if nbytes > self.block_nbytes:
-            raise torch.OutOfMemoryError(f"{nbytes / 2**20:,.0f} MiB do not fit into a block")
+            self.refuse(nbytes, f"{nbytes / 2**20:,.1f} MiB do not fit into a block")
         super().take(nbytes)
 
 
-def simulated(options, factor, hidden):
-    """As `train`, without bytes on one device of the simulated machine."""
+def simulated(options, machine, factor, hidden):
+    """As `train`, without bytes on one device of the machine."""
     config, side = settings(options, factor)
     with torch.device("meta"):
         model = Layer(hidden, linear_of(side)).to(torch.bfloat16)
         subject = Subject("", model, {"x": torch.empty(options.tokens, hidden, dtype=torch.bfloat16)}, options.tokens)
-    machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1)
     world = world_of(machine)
     world.memory = Blocks(world.memory.capacity_nbytes(), int(options.block_mib * 2**20))
     with tempfile.TemporaryDirectory() as directory:

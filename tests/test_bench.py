@@ -103,6 +103,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_measurements(bench, m
         ("prefetch", "--batches 1,x", "argument --batches: expected a whole number of at least 1, got 'x'"),
         ("scale", "--params nan", "argument --params: expected a number above 0, got 'nan'"),
         ("scale", "--machine /nonexist.toml", "/nonexist.toml cannot be read: No such file or directory"),
+        ("tiling", "--simulate h200x8 --least-hidden 100", "--least-hidden 100: expected a multiple of 64"),
         ("tiling", "--factors 1,2", "argument --factors: expected auto or a square number, such as 4 for 2 x 2 tiles, got '2'"),
     ],
 )
@@ -112,6 +113,41 @@ def test_a_mistake_prints_one_line_and_ends_with_status_2(bench, name, options, 
         bench("_common").exit_with(bench(name).main)
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1] == f"{name}.py: error: {says}"
+
+
+SMALL_GPT = ["--simulate", "h200x8", "--dtype", "bf16", "--hidden", "512", "--layers", "2", "--vocab", "1000", "--seq", "128"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "holds"),
+    [
+        (
+            "tiling",  # a block of 64 MiB holds 2048 x 8192 elements of two bytes, and not 4096 x 16384, which are four such tiles
+            ["--simulate", "h200x8", "--least-hidden", "1024", "--most-hidden", "8192", "--factors", "1,4", "--block-mib", "64"],
+            lambda found: [found["results"][factor]["best"]["hidden"] for factor in ("1", "4")] == [2048, 4096],
+        ),
+        (
+            "activations",
+            [*SMALL_GPT, "--batch", "4"],
+            lambda found: found["found"]["512"]["moved_nbytes"]["host"] > found["found"]["512"]["moved_nbytes"]["device"] == 0,
+        ),
+        (
+            "gradients",
+            [*SMALL_GPT, "--hidden", "2048", "--ranks", "1,8"],
+            lambda found: [_owner_takes_longer(found["found"][num]["seconds"]) for num in ("1", "8")] == [False, True],
+        ),
+        ("throughput", [], lambda found: found["this engine, one GPU"][0]["seconds"] == found["this engine, one GPU"][0]["row"]["measured, s"]),
+    ],
+)
+def test_a_bench_without_bytes_finds_what_is_known(bench, name, options, holds, monkeypatch, tmp_path, one_thread):
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, "--json", str(path)])
+    assert not bench(name).main()
+    assert holds(json.loads(path.read_text()))
+
+
+def _owner_takes_longer(seconds):
+    return seconds["owner"][0] > 1.05 * seconds["all"][0]
 
 
 def test_losses_that_are_nan_never_agree(bench):

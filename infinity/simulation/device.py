@@ -165,7 +165,7 @@ class DeviceMemory:
     def __init__(self, capacity_nbytes: int | None):
         self._capacity_nbytes = capacity_nbytes
         self._allocated_nbytes = self._peak_nbytes = self._most_nbytes = self._num_failures = 0
-        self.refused_nbytes = 0  # of all tensors together with the last one that found no room
+        self.refused_nbytes = 0  # of all tensors, including the last one that did not fit
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """The storage is new, and takes memory as long as it lives. Raises torch.OutOfMemoryError, as PyTorch does."""
@@ -176,10 +176,13 @@ class DeviceMemory:
     def take(self, nbytes: int) -> None:
         """Take memory, or give a negative number of bytes back. Raises torch.OutOfMemoryError, as PyTorch does."""
         if self._capacity_nbytes is not None and self._allocated_nbytes + nbytes > self._capacity_nbytes:
-            self._num_failures += 1
-            self.refused_nbytes = self._allocated_nbytes + nbytes
-            raise torch.OutOfMemoryError(f"simulated device: {nbytes} bytes, but {self.free_nbytes()} are free")
+            self.refuse(nbytes, f"{nbytes} bytes, but {self.free_nbytes()} are free")
         self._change(nbytes)
+
+    def refuse(self, nbytes: int, why: str) -> None:
+        self._num_failures += 1
+        self.refused_nbytes = self._allocated_nbytes + nbytes
+        raise torch.OutOfMemoryError(f"simulated device: {why}")
 
     def capacity_nbytes(self) -> int:
         return self._capacity_nbytes

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError
 from infinity.sizes import format_bytes
 from infinity.system.host_bytes import map_flags
 
@@ -168,14 +168,14 @@ class NoBytes(TorchDispatchMode):
 
 
 def _mapped(shape: _Shape) -> torch.Tensor:
-    """A tensor whose addresses are reserved and never used. malloc refuses more bytes than the machine has. Raises ConfigError if there are too
-    few addresses."""
+    """A tensor whose addresses are reserved and never used. malloc refuses more bytes than the machine has. Raises BudgetError if the process has
+    too few addresses."""
     numel = 1 + sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides))
     try:
         memory = mmap.mmap(-1, numel * shape.dtype.itemsize, flags=map_flags())
     except OSError:
         size = format_bytes(numel * shape.dtype.itemsize)
-        raise ConfigError(f"a tensor of {size} is larger than a process can address: choose a smaller batch, sequence or model") from None
+        raise BudgetError(f"a tensor of {size} is larger than a process can address: lower the batch or the sequence") from None
     return torch.frombuffer(memory, dtype=shape.dtype).as_strided(shape.sizes, shape.strides)
 
 

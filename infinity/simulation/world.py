@@ -31,7 +31,7 @@ from infinity.system.threads import using
 
 READ_SHARE = 0.6  # of the bytes that drives move while they read and write
 OWED_S = 1e-3  # of short work for which a thread waits at once
-_PYTHON = "python"  # of all threads, of which one runs Python at a time
+_PYTHON = "python"  # the interpreter: one thread at a time runs Python
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,16 @@ class World:
 
     @contextlib.contextmanager
     def outside_the_device(self) -> Iterator[None]:
-        """Inside the block, new tensors take neither device memory nor addresses, such as those of a model before the engine has it."""
+        """Inside the block, new tensors take no device memory, such as those of a model before the engine has the model."""
         before, self._is_counting = self._is_counting, False
         try:
-            with self._of_training.without_addresses():
-                yield
+            yield
         finally:
             self._is_counting = before
+
+    def without_addresses(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, new large tensors are one expanded element, such as tiles before the engine has them."""
+        return self._of_training.without_addresses()
 
     def finish(self) -> None:
         """Wait until the device has done its work."""

@@ -284,7 +284,7 @@ class Heap:
         self.nbytes = self.used_nbytes = self.peak_nbytes = 0
         self._arena = arena
         self._gaps: list[tuple[Region, list[tuple[int, int]]]] = []  # each region's free ranges (begin, end), ascending
-        self._monitor = monitor()
+        self._monitor = monitor()  # no lock: in a simulation a new region takes time, and threads that give areas back wait for the heap meanwhile
 
     @property
     def free_nbytes(self) -> int:

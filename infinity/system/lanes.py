@@ -111,6 +111,7 @@ class Job:
     def begin(self) -> None:
         """Run the work, or its first part. Then the job is done, unless a second part is left."""
         try:
+            threads().begin_job()
             found = self._work()
             if not isinstance(found, GeneratorType):
                 self.result = found
@@ -307,6 +308,5 @@ class Lane:
 def _begun(job: Job | None) -> Job | None:
     """Begin a job. Returns it if its second part is left."""
     if job is not None:
-        threads().begin_job()
         job.begin()
     return job if job is not None and not job.done else None

@@ -84,7 +84,7 @@ class Machine:
     op_overhead_us: float = 0.0
     """Time of the training thread per op. On CUDA the whole time, because the device computes meanwhile. On the CPU only the engine's part."""
     job_overhead_us: float = 0.0
-    """Time of Python for a job of an engine's thread: to read, copy, update or write one chunk, or to copy one gradient."""
+    """Time of Python for a job of an engine's threads. A job reads, copies, updates or writes one chunk, or copies one gradient."""
     beside_drives: float = 1.0
     """Share of its speed that a device of kind cpu keeps while the drives work."""
     unsure: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Models on the meta device, where tensors have shapes but no bytes: a GPT by its sizes, or a transformers model by config.json.
 
-Knows the two kinds of models, and the largest number of tensors. Must not know plans, or how a prediction is made.
+Knows the two kinds of models, the blocks in them, what they check, and the largest number of tensors. Must not know plans, or how a prediction is
+made.
 """
 
 from __future__ import annotations

@@ -121,8 +121,9 @@ def test_bytes_of_a_quantised_frozen_base_are_those_of_a_real_run(tmp_path, sett
     weights = layout.num_parameters / 2
     for link in ("nvme_read", "nvme_write", "h2d", "d2h"):
         # Real runs of one setting read 4 to 19 % more or less than each other: the copies that are still in host memory depend on the timing.
-        share = 0.8 if link == "nvme_read" else 0.25
-        assert prediction.uses[link].nbytes == pytest.approx(nbytes[link], abs=share * weights), link
+        rel = 0.2 if link == "nvme_read" else None
+        assert prediction.uses[link].nbytes == pytest.approx(nbytes[link], rel=rel, abs=0.25 * weights), link
+    assert (nbytes["nvme_read"] > 0) == (settings.get("param_tier") == "nvme")
     assert (nbytes["h2d"] == 0) == (settings.get("device_memory") == "40MiB")
 
 
@@ -136,6 +137,27 @@ def test_steps_in_which_an_undone_placement_may_come_back_do_not_count(tmp_path,
         monkeypatch.setattr(AllocationTrial, "has_just_failed", property(lambda trial, fails=fails: len(ended) in fails))
         nums.append(train(world_of(CPU), gpt_on_meta(), config, TrainingStep(), lambda engine, marks: (len(marks) - 1, num_counted(engine))))
     assert nums[0][0] == 4 and nums[1][0] == 4 + nums[1][1]
+
+
+class _Writes(torch.nn.Module):
+    """Writes a few rows of a large buffer, and reads another one as complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(512, 512)
+        self.register_buffer("queue", torch.zeros(512, 512))
+        self.register_buffer("table", torch.zeros(512, 512))
+
+    def forward(self, x):
+        self.queue[:16] = x.detach()[:16]
+        turned = torch.view_as_complex(self.table.view(512, 256, 2)).real.sum()
+        return self.linear(x).sum() + self.queue.sum() + turned
+
+
+def test_buffers_and_inputs_may_be_written():
+    with torch.device("meta"):
+        subject = Subject("writes", _Writes(), {"x": torch.empty(512, 512)}, 512)
+    assert predict(subject, GPU, Config(dtype="fp32", chunk_mib=0.25)).step_seconds > 0
 
 
 def test_the_time_of_jobs_lengthens_steps_that_move_chunks():

@@ -138,8 +138,13 @@ def test_the_measured_cost_of_an_op_is_plausible():
     assert -0.01 < small_steps.op_seconds(CPU) < 0.1
 
 
-def test_the_measured_cost_of_a_job_is_plausible(tmp_path):
-    assert 1e-6 < small_steps.job_seconds(CPU, [str(tmp_path)]) < 0.1
+def test_the_cost_of_a_job_is_the_difference_of_steps_by_their_jobs(tmp_path, monkeypatch):
+    steps = {"device": small_steps._Step(0.1, 0.2, 0), "nvme": small_steps._Step(0.2, 0.5, 600)}
+    with monkeypatch.context() as patch:
+        patch.setattr(small_steps, "_small_step", lambda device, tier, paths=(): steps[tier])
+        assert small_steps.job_seconds(CPU, [tmp_path]) == pytest.approx(0.3 / 600)
+    on_device, on_nvme = small_steps._small_step(CPU, "device"), small_steps._small_step(CPU, "nvme", [tmp_path])
+    assert on_device.num_jobs == 0 and on_nvme.num_jobs >= 5 * small_steps.NUM_LAYERS  # read, copied, and the gradients, updates and writes
 
 
 GPU = pytest.param(torch.device("cuda"), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))

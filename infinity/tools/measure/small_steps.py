@@ -39,14 +39,16 @@ def op_seconds(device: torch.device) -> float:
 
 
 def job_seconds(device: torch.device, paths: Sequence[str | os.PathLike]) -> float:
-    """Seconds of Python for a job of an engine's threads: the time that a step of very small chunks takes longer on NVMe than on the device, for
-    each job. The shortest steps are compared, because the many threads give other work many chances to lengthen a step."""
-    on_device, on_nvme = _small_step(device, "device"), _small_step(device, NVME.name, paths)
+    """Seconds of a job of an engine's threads with very few bytes: nearly all of them are Python, and the rest are small reads and writes.
+
+    A step with small chunks on NVMe takes longer than the same step on the device. The difference is divided by the number of jobs. The shortest
+    steps are compared, because other work has many chances to lengthen a step of many threads."""
+    on_nvme, on_device = _small_step(device, NVME.name, paths), _small_step(device, "device")
     return (on_nvme.step_s - on_device.step_s) / (on_nvme.num_jobs - on_device.num_jobs)
 
 
 class _Step(NamedTuple):
-    """Seconds of the passes, in the median, and of the shortest step. num_jobs: of lanes, in a step."""
+    """Seconds of the passes, in the median, and of the shortest step. num_jobs: number of jobs of lanes in a step."""
 
     passes_s: float
     step_s: float
@@ -54,7 +56,7 @@ class _Step(NamedTuple):
 
 
 class _CountsJobs(SystemThreads):
-    """num: of jobs so far, about: several threads count."""
+    """num: number of jobs so far. Several threads add without a lock, so the number is approximate."""
 
     num = 0
 

@@ -66,8 +66,9 @@ def largest_parameters(machine: Machine, config: Config, arguments, say: Callabl
                 subject = gpt(hidden, layers, num_heads(hidden), arguments.vocab, seq, batch, config.dtype)
             require_room(subject, machine, coarse, saved)
         except BudgetError:
+            is_most = True
             return None
-        except TooManyTensors:  # of layers, or of their tiles
+        except TooManyTensors:
             is_most = False
             return None
         return sum(param.numel() for param in subject.model.parameters())

@@ -111,7 +111,7 @@ def train(world: World, subject: Subject, config: Config, step: TrainingStep, lo
     Raises BudgetError if the model does not fit, and torch.OutOfMemoryError if activations do not."""
 
     def main() -> object:
-        with _started(world, subject, config, step) as (engine, model, optimizer, inputs):
+        with started(world, subject, config, step) as (engine, model, optimizer, inputs):
             marks, settled = [Mark(now(), {}, 0.0)], 0
             while not _is_steady(marks) or len(marks) <= settled + num_counted(engine):
                 _passes(model, inputs, step)
@@ -149,8 +149,8 @@ def require_places(world: World, subject: Subject, config: Config) -> None:
 
 
 @contextlib.contextmanager
-def _started(world: World, subject: Subject, config: Config, step: TrainingStep):
-    """(engine, model, optimizer, inputs) inside the block."""
+def started(world: World, subject: Subject, config: Config, step: TrainingStep):
+    """In a simulated program: (engine, model, optimizer, inputs) inside the block."""
     with make_ranks(device_of(config.device)).joined() as ranks:
         model, inputs = _cut_model(world, subject, config, step, ranks)
     engine = offload(model, config)
@@ -164,7 +164,8 @@ def _cut_model(world: World, subject: Subject, config: Config, step: TrainingSte
     """The model with its tiles, which take no device memory before the engine has them, and inputs."""
     with world.outside_the_device(), few_tensors():  # tiles count, too
         model, inputs = _with_values(subject, step)
-        cut_large_layers(model, config, ranks)
+        with world.without_addresses():
+            cut_large_layers(model, config, ranks)
     return model, inputs
 
 
