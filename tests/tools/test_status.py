@@ -99,9 +99,9 @@ def test_the_view_has_step_links_memory_and_checkpoint():
 
 def test_the_view_of_a_waiting_run_shows_the_chain_of_waits(place, capsys):
     texts = ("an update of chunk 3 (a.weight)", "a write of 1.0 MiB to NVMe")
-    told = put(place, waits=texts, waits_since=time.time() - 62)
+    told = put(place, waits=texts, waits_since=time.time() - 7630)
     assert read_status(place / f"{os.getpid()}.json") == told
-    waits = ["waits       1 min 2 s for an update of chunk 3 (a.weight):", "            a write of 1.0 MiB to NVMe"]
+    waits = ["waits       2 h 7 min for an update of chunk 3 (a.weight):", "            a write of 1.0 MiB to NVMe"]
     assert view(told).splitlines() == [*view(FULL).splitlines(), *waits]
     assert view(dataclasses.replace(told, step_seconds=None)).splitlines() == ["step 3/103  starting", *waits]
     assert main(["status"]) == 0
