@@ -32,6 +32,7 @@ TOPICS = (
     "placement",
     "tiling",
     "activations",
+    "gradients",
     "split_simulated",
     "checkpoints",
     "start",

@@ -251,7 +251,8 @@ def plot(options, found: dict) -> None:
         bars.set_label({"all": "by all ranks", "owner": "by one owner"}[way])
     axes.set_xticks(range(len(found)), [str(num_ranks) for num_ranks in found])
     axes.set(xlabel="ranks", ylabel="backward, s")
-    axes.set_title(f"gradients to the host: {options.simulate or options.device}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
+    where = f"simulated {options.simulate}" if options.simulate else options.device
+    axes.set_title(f"gradients to the host: {where}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(options.plot, dpi=150)
 
