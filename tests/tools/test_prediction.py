@@ -127,8 +127,8 @@ def test_bytes_of_a_quantised_frozen_base_are_those_of_a_real_run(tmp_path, sett
     assert (nbytes["h2d"] == 0) == (settings.get("device_memory") == "40MiB")
 
 
-def test_steps_in_which_an_undone_placement_may_come_back_do_not_count(tmp_path, monkeypatch):
-    """A placement has failed in steps 2 to 4. Without that, four equal steps are enough."""
+def test_steps_in_which_an_undone_division_may_come_back_do_not_count(tmp_path, monkeypatch):
+    """A division has failed in steps 2 to 4. Without that, four equal steps are enough."""
     ended, step_done = [], AllocationTrial.step_done
     monkeypatch.setattr(AllocationTrial, "step_done", lambda trial: ended.append(trial) or step_done(trial))
     config, nums = Config(swap_dirs=[tmp_path], dtype="fp32", device="cpu", verbose=False), []

@@ -120,7 +120,7 @@ def train(world: World, subject: Subject, config: Config, step: TrainingStep, lo
                 world.finish()
                 nbytes = {link: meter.nbytes for link, meter in engine.events.meters.items()}
                 marks.append(Mark(now(), nbytes, world.compute_seconds))
-                if engine.device_budget.trial.has_just_failed:  # an undone placement may come back
+                if engine.device_budget.trial.has_just_failed:  # an undone division of the device may come back
                     settled = len(marks) - 1
             return look(engine, marks)
 
