@@ -50,7 +50,7 @@ class AllocationTrial:
 
     @property
     def was_wrong(self) -> bool:
-        """Whether a division has just failed, and the second step without the division is longer than the step before it."""
+        """Whether a division has just failed, and the second step without the division is longer than the step before the division."""
         if self._failed is None or self._num_since != 2:
             return False
         inputs, seconds = self._failed
