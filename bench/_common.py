@@ -140,6 +140,15 @@ def add_tolerance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, help="of losses, relative; default: 0.002 with --dtype fp32, else 0.02")
 
 
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on this machine")
+
+
+def where(options: argparse.Namespace) -> str:
+    """The device of the measurements, or the simulated machine."""
+    return f"simulated {options.simulate}" if options.simulate else options.device
+
+
 def apart(values: Sequence[float], others: Sequence[float]) -> float:
     """The largest relative difference; infinite if a value is no number."""
     pairs = list(zip(values, others, strict=True))

@@ -18,7 +18,23 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _common import add_tolerance, agree, apart, at_least, directory, error_bars, exit_with, given, parse, positive, positives, spread, step
+from _common import (
+    add_simulate,
+    add_tolerance,
+    agree,
+    apart,
+    at_least,
+    directory,
+    error_bars,
+    exit_with,
+    given,
+    parse,
+    positive,
+    positives,
+    spread,
+    step,
+    where,
+)
 
 import infinity
 from infinity import output
@@ -34,7 +50,7 @@ LARGEST_TILE = "8GiB"  # without bytes: this machine need not have memory for a 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on one device of this machine")
+    add_simulate(parser)
     parser.add_argument("--hidden", type=positives, default="2048,4096,8192" if torch.cuda.is_available() else "128,256,512")
     parser.add_argument("--nvme", type=directory, default=".", help="a directory is made in it, and removed")
     for name, default in (("layers", 3), ("vocab", 8192), ("seq", 1024), ("batch", 8), ("rounds", 5)):
@@ -136,8 +152,7 @@ def plot(options, found: dict) -> None:
         axes.errorbar([str(hidden) for hidden in found], medians, yerr=error_bars(ratios), fmt="o-", capsize=3, label=place)
     axes.axhline(1, color="grey", linewidth=0.5)
     axes.set(xlabel="hidden size", ylabel="step, of that with activations on the device", ylim=(0, 1.2 * most))
-    where = f"simulated {options.simulate}" if options.simulate else options.device
-    axes.set_title(f"activations offloaded: {where}, {options.layers} layers, batch {options.batch}", fontsize=10)
+    axes.set_title(f"activations offloaded: {where(options)}, {options.layers} layers, batch {options.batch}", fontsize=10)
     axes.legend()
     figure.savefig(options.plot, dpi=150)
 

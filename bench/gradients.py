@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from _common import (
     RunError,
+    add_simulate,
     agree,
     apart,
     error_bars,
@@ -40,6 +41,7 @@ from _common import (
     positive_float,
     positives,
     spread,
+    where,
 )
 
 import infinity
@@ -59,7 +61,7 @@ def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on this machine")
+    add_simulate(parser)
     parser.add_argument("--ranks", type=positives, default=str(torch.cuda.device_count()) if cuda else "2", help="numbers of them")
     shape = (("hidden", 4096 if cuda else 512), ("layers", 4), ("vocab", 32000 if cuda else 2048), ("seq", 1024 if cuda else 32))
     for name, default in (*shape, ("batch", 1), ("rounds", 5), ("steps", 3)):
@@ -72,12 +74,15 @@ def main() -> int:
     if options.case:
         leave(lambda: measure(argparse.Namespace(**json.loads(options.case))))
         return 0
+    node = Machine.load(Path(options.simulate)) if options.simulate else None
+    if node and (odd := [num for num in options.ranks if num > node.devices and num % node.devices]):
+        parser.error(f"--ranks {odd[0]}: expected at most {node.devices} ranks, or a multiple of {node.devices}, the devices of a node")
     case = given(options)
     found = {}
     for num_ranks in options.ranks:
         try:
-            if options.simulate:
-                found[num_ranks] = report = simulated(options, num_ranks)
+            if node:
+                found[num_ranks] = report = simulated(options, node, num_ranks)
             else:
                 found[num_ranks] = report = on_ranks(__file__, ["--case", json.dumps(case)], num_ranks, options.timeout)[0]
         except RunError as error:
@@ -96,9 +101,9 @@ def main() -> int:
     return 0 if options.simulate else int(not agree(options, max(report["difference"] for report in found.values()), "sums of squares"))
 
 
-def simulated(options, num_ranks: int) -> dict:
-    """As `measure`, on so many devices of the simulated machine, without the difference."""
-    node, seconds = Machine.load(Path(options.simulate)), {}
+def simulated(options, node: Machine, num_ranks: int) -> dict:
+    """As `measure`, on so many devices of simulated nodes, without the difference."""
+    seconds = {}
     devices = min(num_ranks, node.devices)
     machine = dataclasses.replace(node, devices=devices, nodes=num_ranks // devices)
     subject = gpt(options.hidden, options.layers, num_heads(options.hidden), options.vocab, options.seq, options.batch, options.dtype)
@@ -251,8 +256,7 @@ def plot(options, found: dict) -> None:
         bars.set_label({"all": "by all ranks", "owner": "by one owner"}[way])
     axes.set_xticks(range(len(found)), [str(num_ranks) for num_ranks in found])
     axes.set(xlabel="ranks", ylabel="backward, s")
-    where = f"simulated {options.simulate}" if options.simulate else options.device
-    axes.set_title(f"gradients to the host: {where}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
+    axes.set_title(f"gradients to the host: {where(options)}, hidden {options.hidden}, {options.layers} layers", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(options.plot, dpi=150)
 

@@ -8,7 +8,8 @@ efficient, for the paper's devices of 70 TFLOP/s, for this machine's, and for de
 states is that of all devices together, because each device updates a part of them.
 
 The plot has the paper's closed form for one link, in which nothing overlaps, and the engine, which trains a GPT with such a link without bytes.
-The engine moves bytes of its own records, and copies in both directions at once. The efficiency of the engine is the share of a step in which the device computes.
+The engine moves bytes of its own records, and copies in both directions at once. The efficiency of the engine is the share of a step in which the
+device computes.
 """
 
 import argparse

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from _common import exit_with, given, parse, positive, positive_float
+from _common import add_simulate, exit_with, given, parse, positive, positive_float, where
 from torch import nn
 
 import infinity
@@ -50,7 +50,7 @@ SMALL_SEGMENTS = 64  # of 2 MiB, half of each free, for tensors of up to 1 MiB: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on one device of this machine")
+    add_simulate(parser)
     parser.add_argument("--block-mib", type=positive_float, help="default: 64, on the CPU 4")
     parser.add_argument("--factors", type=tilings, default="1,4,16,auto", help="squares, or auto")
     parser.add_argument("--least-hidden", type=positive, help="default: 512, on the CPU 128")
@@ -70,7 +70,7 @@ def main() -> int:
     if options.least_hidden % HEAD_DIM:
         parser.error(f"--least-hidden {options.least_hidden}: expected a multiple of {HEAD_DIM}")
     machine = dataclasses.replace(Machine.load(Path(options.simulate)), devices=1) if options.simulate else None
-    print(f"{options.simulate or options.device}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
+    print(f"{where(options)}, blocks of {options.block_mib:g} MiB, {options.tokens} tokens a step, bf16")
     print(f"{'factor':>7} {'hidden':>7} {'largest weight':>15} {'largest tile':>13} {'engine peak':>12}  the next size")
     results = {}
     for factor in options.factors:
@@ -288,9 +288,8 @@ def plot(options, hidden):
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.set(xlabel="tiles of a linear layer", ylabel="largest hidden size", ylim=(min(sizes) / 2, 1.5 * max(sizes)))
-    where = f"{options.simulate}, simulated: " if options.simulate else ""
     kind = "of" if options.device == "cpu" and not options.simulate else "in blocks of"
-    axes.set_title(f"{where}device memory {kind} {options.block_mib:g} MiB", fontsize=10)
+    axes.set_title(f"{where(options)}: device memory {kind} {options.block_mib:g} MiB", fontsize=10)
     figure.savefig(options.plot, dpi=150)
 
 

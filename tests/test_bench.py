@@ -103,6 +103,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_measurements(bench, m
         ("prefetch", "--batches 1,x", "argument --batches: expected a whole number of at least 1, got 'x'"),
         ("scale", "--params nan", "argument --params: expected a number above 0, got 'nan'"),
         ("scale", "--machine /nonexist.toml", "/nonexist.toml cannot be read: No such file or directory"),
+        ("gradients", "--simulate h200x8 --ranks 12", "--ranks 12: expected at most 8 ranks, or a multiple of 8, the devices of a node"),
         ("tiling", "--simulate h200x8 --least-hidden 100", "--least-hidden 100: expected a multiple of 64"),
         ("tiling", "--factors 1,2", "argument --factors: expected auto or a square number, such as 4 for 2 x 2 tiles, got '2'"),
     ],

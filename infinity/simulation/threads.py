@@ -71,7 +71,7 @@ class SimulatedThread:
 
 class SimulatedThreads:
     """seed: of the order in which threads run; None: in the order in which threads become able to run. around(): a context in which each started
-    thread works. begin_job(): called by a lane before each job.
+    thread works. begin_job(): called before each piece of work of a thread.
 
         with using(simulated):
             simulated.run(main)

@@ -75,7 +75,7 @@ def test_bytes_per_parameter_of_a_plan_are_those_of_the_design(node, capsys, com
     status, report = report_of(capsys, node, *SMALL, *on_nvme, "--set", f"compression={compression}")
     assert status == 0
     links = report["links"]
-    assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.05)  # a step may end before all of its bytes are written
+    assert links["nvme_write"]["bytes_per_parameter"] == pytest.approx(written, rel=0.03 if compression == "off" else 0.05)  # three steps differ
     assert links["nvme_read"]["bytes_per_parameter"] == pytest.approx(14, rel=0.2)
     assert links["d2h"]["bytes_per_parameter"] == pytest.approx(2, rel=0.03)
     assert report["memory"]["nvme"]["needed"] == pytest.approx(12 * report["num_parameters"], rel=0.2)  # and places of gradients

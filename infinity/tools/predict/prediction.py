@@ -184,7 +184,7 @@ def _no_room(world: World, machine: Machine) -> str:
 
 def _predicted(world: World, subject: Subject, machine: Machine, step: TrainingStep, engine, marks: list[Mark]) -> Prediction:
     num_steps = len(marks) - 1
-    num = min(num_steps - 1, num_counted(engine))
+    num = num_counted(engine)  # fewer than all steps, see `train`
     lanes = breakdown([trace_of(engine)], num_warm_up=num_steps - num)["lanes"]
     first, last = marks[-1 - num], marks[-1]
     seconds = (last.seconds - first.seconds) / num
