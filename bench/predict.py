@@ -12,6 +12,9 @@ loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters
 The bars: seconds 7 % in the median and 15 % at worst, bytes of each link 2 %, memory of each tier 3 %. A link counts if it moves 5 % of the
 bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning.
 
+On a machine of N GPUs some rows run once more, on all of them: "3 B, N GPUs". --only also takes a smaller number: "3 B, 2 GPUs" on eight. Each
+GPU then has as many tokens as in the row of one GPU.
+
 --measure-only and --predict-only do one half. What the --json file already has is not done again, so the halves may run on two machines:
 --predict-only needs no GPU. Both halves use the machine of --machine, else that in the --json file.
 """
@@ -21,6 +24,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -70,8 +74,8 @@ class Row:
     num_ranks: int = 1
 
 
-def llama(model: str, config: dict | None = None, micro_batch: int = 4, *, clip: bool = True, loop: int = 1, layer: int = 1, ranks: int = 1) -> Row:
-    return Row(model, micro_batch, config or {}, max(loop, layer), layer > 1, 1.0 if clip else None, num_ranks=ranks)
+def llama(model: str, config: dict | None = None, micro_batch: int = 4, *, clip: bool = True, loop: int = 1, layer: int = 1) -> Row:
+    return Row(model, micro_batch, config or {}, max(loop, layer), layer > 1, 1.0 if clip else None)
 
 
 def small(config: dict, micro_batch: int = 1, **others) -> Row:
@@ -103,13 +107,6 @@ ROWS = {
         "8 B, by layer": llama("8b", {"device_memory": "40GiB"}, layer=4),
         "8 B, by layer, 128k tokens": llama("8b", {"device_memory": "40GiB"}, layer=8),
         "14 B": llama("14b", clip=False),
-        "1 B, host, 2 GPUs": llama("1b", on("host"), ranks=2),
-        "3 B, 2 GPUs": llama("3b", ranks=2),
-        "3 B, host, 2 GPUs": llama("3b", on("host"), ranks=2),
-        "8 B, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, ranks=2),
-        "14 B, 2 GPUs": llama("14b", clip=False, ranks=2),
-        "32 B, bf16 moments, 2 GPUs": llama("32b", {"optimizer_state_dtype": "bf16"}, ranks=2),
-        "8 B, by layer, 2 GPUs": llama("8b", {"device_memory": "30GiB"}, layer=4, ranks=2),
     },
     "cpu": {
         "nvme": small(NO_CACHE | {"update": "backward"}),
@@ -130,6 +127,23 @@ ROWS = {
         "host, loop": small(on("host", device_memory="150MiB"), num_micro_batches=3),
     },
 }
+FOR_SEVERAL = {"32 B": llama("32b"), "32 B, bf16 moments": llama("32b", {"optimizer_state_dtype": "bf16"})}  # too large for one GPU here
+ON_SEVERAL = ("1 B, host", "3 B", "3 B, host", "8 B, clipped", "8 B, small device", "8 B, by layer", "14 B", *FOR_SEVERAL)
+
+
+def row_of(kind: str, name: str) -> Row:
+    """The row of a name such as "3 B, host", or "3 B, host, 4 GPUs". Raises KeyError."""
+    alone, num = name, 1
+    if found := re.fullmatch(r"(.+), (\d+) GPUs", name):
+        alone, num = found[1], int(found[2])
+    rows = ROWS[kind] | (FOR_SEVERAL if num > 1 else {})
+    return dataclasses.replace(rows[alone], num_ranks=num)
+
+
+def names_on(kind: str, num_devices: int) -> list[str]:
+    """All rows of a machine: those of one device, and the rows that all its GPUs run together."""
+    several = [f"{name}, {num_devices} GPUs" for name in ON_SEVERAL] if kind == "cuda" and num_devices > 1 else []
+    return [*ROWS[kind], *several]
 
 
 def main() -> int:
@@ -164,19 +178,24 @@ def main() -> int:
         parser.error("--predict-only: name a machine with --machine")
     kind = machine.device if machine else "cuda" if torch.cuda.is_available() else "cpu"
     num_devices = machine.devices if machine else max(1, torch.cuda.device_count())
-    rows = {name: row for name, row in ROWS[kind].items() if row.num_ranks <= num_devices}
-    if unknown := [name for name in options.only or () if name not in rows]:
-        parser.error(f"--only {unknown[0]!r}: the rows are {', '.join(map(repr, rows))}")
+    names = names_on(kind, num_devices)
+    for name in options.only or ():
+        try:
+            row = row_of(kind, name)
+        except KeyError:
+            parser.error(f"--only {name!r}: the rows are {', '.join(map(repr, names))}")
+        if row.num_ranks > num_devices:
+            parser.error(f"--only {name!r}: it needs {row.num_ranks} GPUs, and the machine has {num_devices}")
     if options.list:
-        print("\n".join(rows))
+        print("\n".join(names))
         return 0
     options.nvme.mkdir(parents=True, exist_ok=True)
     machine = machine or calibrated(options.nvme)
     found = before.get("rows", {})
-    for name in options.only or rows:
+    for name in options.only or names:
         pair = found.setdefault(name, {})
         if not options.measure_only and "s" not in pair.get("predicted", {}):
-            pair["predicted"] = predicted(rows[name], machine)
+            pair["predicted"] = predicted(row_of(kind, name), machine)
         if not options.predict_only and "s" not in pair.get("measured", {}):
             pair["measured"] = in_a_process(kind, name, options)
         print(name, *(f"{which} {told(value)}" for which, value in pair.items()), sep="; ", flush=True)
@@ -204,7 +223,7 @@ def in_a_process(kind: str, name: str, options) -> dict:
     """The measured row, or {"error": reason}."""
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         told = {"kind": kind, "name": name, "num_steps": options.steps, "folder": folder}
-        arguments, num_ranks = ["--runner", json.dumps(told)], ROWS[kind][name].num_ranks
+        arguments, num_ranks = ["--runner", json.dumps(told)], row_of(kind, name).num_ranks
         try:
             if num_ranks > 1:
                 return _common.on_ranks(__file__, arguments, num_ranks, options.limit)[0]
@@ -219,7 +238,7 @@ def in_a_process(kind: str, name: str, options) -> dict:
 
 def measure(kind: str, name: str, num_steps: int, folder: str) -> dict:
     """Train a row here. Returns seconds, bytes by link, and bytes of memory by tier."""
-    row, device = ROWS[kind][name], torch.device(kind)
+    row, device = row_of(kind, name), torch.device(kind)
     if row.num_ranks > 1:
         if kind == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,4 +1,4 @@
-"""Model TFLOP/s of a GPU by size of the model, on one and two GPUs, beside FSDP2 and DeepSpeed with CPU offload.
+"""Model TFLOP/s of a GPU by size of the model, on one GPU and on several, beside FSDP2 and DeepSpeed with CPU offload.
 
     python bench/throughput.py [--json FILE] [--plot FILE]
 
@@ -10,6 +10,7 @@ token, without embeddings and with the head, and causal attention. Recomputation
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import _common
@@ -19,10 +20,7 @@ from _shapes import size_of
 from infinity.output import pyplot, table, write_json
 
 RESULTS = Path(__file__).parent / "results"
-ROWS = {
-    "this engine, one GPU": ("1 B", "3 B", "8 B", "8 B, clipped", "14 B"),
-    "this engine, two GPUs": ("3 B, 2 GPUs", "14 B, 2 GPUs", "32 B, bf16 moments, 2 GPUs"),
-}
+ROWS = ("1 B", "3 B", "8 B", "8 B, clipped", "14 B", "32 B", "32 B, bf16 moments")
 PEERS = ("FSDP2 CPU offload", "DeepSpeed ZeRO-3 CPU offload")
 LARGEST = {"Llama 23.57 B, 8-bit states": "24b", "Qwen2.5 32.76 B, 8-bit states, no master": "32b"}  # of the table `largest`
 LLAMAS = {"Llama 1.24 B": "1b", "Llama 3.21 B": "3b", "Llama 8.03 B": "8b"}  # of the table `finetune`
@@ -48,10 +46,10 @@ def main() -> None:
 def points() -> dict[str, list[dict]]:
     """By engine: the points in the order of their sizes."""
     found = {}
-    for engine, names in ROWS.items():
-        for row in rows_of("prediction"):
-            if row["row"] in names:
-                note(found, engine, predict.ROWS["cuda"][row["row"]].model, row["measured, s"], row)
+    for row in rows_of("prediction"):
+        name, gpus = re.fullmatch(r"(.+?)(?:, (\d+ GPUs))?", row["row"]).groups()
+        if name in ROWS:
+            note(found, f"this engine, {gpus or 'one GPU'}", predict.row_of("cuda", row["row"]).model, row["measured, s"], row)
     for row in rows_of("largest"):
         if row["model"] in LARGEST:
             note(found, "this engine, 8-bit states, one GPU of 80 GB", LARGEST[row["model"]], row["step, s"], row)

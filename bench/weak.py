@@ -1,9 +1,10 @@
-"""Weak scaling, in which each GPU has the same work: on 1 and 2 GPUs measured, and on up to 64 nodes simulated.
+"""Weak scaling, in which each GPU has the same work: measured on the GPUs of one machine, and simulated on up to 64 nodes.
 
     python bench/weak.py [--measured FILE] [--row "3 B, host"] [--node h200x8] [--nodes 1 4 16 64] [--json FILE] [--plot FILE]
 
---measured: a --json file of bench/predict.py with the row, and with the row on two GPUs. The machine of that file gives the predictions for 1
-and 2 GPUs. --node gives the predictions for whole nodes. The exit status is 1 if a prediction for 1 or 2 GPUs is more than 10 % off.
+--measured: a --json file of bench/predict.py with the row on one GPU, and on several, such as "3 B, host, 4 GPUs". The machine of that file
+gives the predictions for these numbers. --node gives the predictions for whole nodes. The exit status is 1 if a prediction for a measured
+number is more than 10 % off.
 """
 
 import argparse
@@ -19,18 +20,16 @@ from infinity.output import pyplot, table, write_json
 from infinity.tools.machine import Machine
 
 MOST_ERROR = 0.10
-GPUS = predict.ROWS["cuda"]
-IN_PAIRS = [name for name, row in GPUS.items() if GPUS.get(f"{name}, 2 GPUs") == dataclasses.replace(row, num_ranks=2)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path)
-    parser.add_argument("--row", choices=IN_PAIRS, default="3 B, host")
+    parser.add_argument("--row", choices=[name for name in predict.ON_SEVERAL if name not in predict.FOR_SEVERAL], default="3 B, host")
     parser.add_argument("--node", type=Path, default=Path("h200x8"))
     parser.add_argument("--nodes", type=_common.positive, nargs="+", default=[1, 4, 16, 64])
     options = _common.parse(parser)
-    row, node, found = GPUS[options.row], Machine.load(options.node), []
+    row, node, found = predict.row_of("cuda", options.row), Machine.load(options.node), []
     if options.measured:
         machine, seconds = read(parser, options)
         for num, measured_s in seconds.items():
@@ -61,12 +60,12 @@ def read(parser, options) -> tuple[Machine, dict[int, float]]:
     try:
         content = json.loads(options.measured.read_text())
         rows, machine = content["rows"], Machine.from_table(content["machine"])
-        names = {num: name for num, name in ((1, options.row), (2, f"{options.row}, 2 GPUs")) if "s" in rows.get(name, {}).get("measured", {})}
-        seconds = {num: rows[name]["measured"]["s"] for num, name in names.items()}
+        names = {1: options.row} | {num: f"{options.row}, {num} GPUs" for num in range(2, machine.devices + 1)}
+        seconds = {num: rows[name]["measured"]["s"] for num, name in names.items() if "s" in rows.get(name, {}).get("measured", {})}
     except (ValueError, KeyError, TypeError, AttributeError):
         parser.error(f"--measured {options.measured}: expected a --json file of bench/predict.py")
     if not seconds:
-        parser.error(f"--measured {options.measured}: it has no measured row {options.row!r}, with or without ', 2 GPUs'")
+        parser.error(f"--measured {options.measured}: it has no measured row {options.row!r}, on one GPU or on several")
     return machine, seconds
 
 

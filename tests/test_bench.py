@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -101,6 +102,8 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_measurements(bench, m
         ("peers", "--nvme /nonexist", "argument --nvme: there is no directory /nonexist; create it or name another"),
         ("prefetch", "--steps 1", "argument --steps: expected a whole number of at least 2, got '1'"),
         ("prefetch", "--batches 1,x", "argument --batches: expected a whole number of at least 1, got 'x'"),
+        ("lost_rank", "--faults kill,sleep", "--faults 'sleep': expected kill, stop"),
+        ("predict", "--machine h200x8 --only '3 B, 9 GPUs'", "--only '3 B, 9 GPUs': it needs 9 GPUs, and the machine has 8"),
         ("scale", "--params nan", "argument --params: expected a number above 0, got 'nan'"),
         ("scale", "--machine /nonexist.toml", "/nonexist.toml cannot be read: No such file or directory"),
         ("gradients", "--simulate h200x8 --ranks 12", "--ranks 12: expected at most 8 ranks, or a multiple of 8, the devices of a node"),
@@ -109,7 +112,7 @@ def test_a_file_that_cannot_be_written_ends_a_bench_before_measurements(bench, m
     ],
 )
 def test_a_mistake_prints_one_line_and_ends_with_status_2(bench, name, options, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split()])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *shlex.split(options)])
     with pytest.raises(SystemExit) as ended:
         bench("_common").exit_with(bench(name).main)
     assert ended.value.code == 2
@@ -335,6 +338,32 @@ def test_one_owner_and_all_ranks_bring_the_same_gradients_to_the_host(tmp_path):
     assert list(found) == ["2", "3"]
     for report in found.values():
         assert report["difference"] < 1e-6 and [len(times) for times in report["seconds"].values()] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_same_bytes_on_another_number_of_ranks(bench, tmp_path):
+    path = tmp_path / "found.json"
+    done = run("reshard", "--params", 1e5, "--ranks", 2, "--loads", "1,3", "--device", "cpu", "--directory", tmp_path, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["differ"] == {"1": 0, "3": 0}
+    before, after = found["saved"]["checksums"], found["loaded"]["3"]["checksums"]
+    assert len(before) > 10 and all(list(segments) == ["weight", "residual", "momentum", "variance"] for segments in before.values())
+    name = next(iter(before))
+    nbytes = before[name]["weight"][1]
+    after[name]["weight"][0] ^= 1
+    assert bench("reshard").different(before, after) == nbytes
+    assert bench("reshard").different(before, {other: after[other] for other in after if other != name}) == sum(nbytes for _, nbytes in before[name].values())
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
+    path = tmp_path / "found.json"
+    done = run("lost_rank", "--ranks", 3, "--faults", "kill", "--device", "cpu", "--directory", tmp_path, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())["found"]["kill"]
+    assert (found["num_named"], found["end"]) == (2, "all others end") and found["last_s"] < 30
+    assert "rank 2 of 3 ended without a word" in found["line"]
 
 
 @pytest.mark.long
