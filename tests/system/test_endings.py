@@ -373,6 +373,40 @@ def test_a_lost_store_names_the_remote_rank_that_kept_it(keeper, left, expected,
     one.close()
 
 
+class LongWait:
+    """The reports of a rank that waits in a collective."""
+
+    def __init__(self, *arguments):
+        self.waits_long = "the all-gather of chunk 3"
+
+    def look(self):
+        return None
+
+
+def test_a_silent_rank_is_named_once_by_one_rank(monkeypatch, capfd):
+    monkeypatch.setattr(watch, "WATCH_S", 0.01)
+    monkeypatch.setattr(watch, "QUIET_S", 0.3)
+    monkeypatch.setattr(watch, "Board", LongWait)
+    store, listener = dist.HashStore(), Listener()
+    store.set("here0", "another-boot pid:[1] 7 7\n1\n\nin step 4")
+    others = [watch.Watch(store, 0, rank, 3, f"rank {rank} of 3", watch.Place(lambda thread: ""), lambda: None) for rank in (1, 2)]
+    for other in others:
+        other.listen(listener.hear)
+        other.say()
+    for other in others:
+        other.meet(store, 1)
+        other.start()
+    time.sleep(1)
+    store.set("here0", "another-boot pid:[1] 7 7\n2\n\nin step 5")  # the rank goes on, and then is silent again
+    time.sleep(1)
+    for other in others:
+        other.close()
+    said = capfd.readouterr().err.splitlines()
+    expected = r"infinity: rank [12] of 3 waits for rank 0 of 3, which has not been heard of for 0 s, last in step [45]"
+    assert len(said) == 2 and all(re.fullmatch(expected, line) for line in said), said
+    assert listener.error is None
+
+
 @pytest.mark.long
 def test_a_rank_0_killed_before_its_engine_exists_is_named(nursery, tmp_path):
     answers = nursery.run(2, tmp_path, stage="before", kills=True, who="first")
