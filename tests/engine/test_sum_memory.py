@@ -108,6 +108,16 @@ def test_a_sum_comes_once_in_a_step_of_several_rounds(memory, chunks):
     assert [memory.later_nbytes([chunk], 50) for chunk in (a, b)] == [50, 50]
 
 
+def test_in_rounds_all_sums_wait_although_updates_run_in_backward(memory, chunks):
+    """Otherwise the sums of two segments are there at a time. The next step without rounds needs no more than these again."""
+    order = [[a_chunk] for a_chunk in chunks]
+    for position, waiting in ((None, 45), (2, 30)):
+        memory.peaks_of_later(chunks[:1], position, 50, is_measured=False)
+        memory.peaks_of_later(chunks[:1], 2, 50, is_measured=False)  # of the last round
+        sums = run_step(memory, order, is_measured=False)
+        assert memory.needed_nbytes(sums, 50, wait=False) == (waiting, waiting)
+
+
 def test_frozen_chunks_have_no_sums(memory):
     frozen, trained = Chunk("frozen", trainable=False), Chunk("trained")
     assert run_step(memory, [10, [frozen, trained], 5]) == [trained]

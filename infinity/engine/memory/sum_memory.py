@@ -37,6 +37,8 @@ class SumMemory:
         self._without_host_place = [chunk for chunk in chunks if chunk.trainable and not chunk.has_host_place]
         self._op_nbytes: list[int] = []  # of the measured step, in order
         self._segment_nbytes = 0  # most bytes of the sums of one segment
+        self.in_rounds = False  # whether the last step ran in rounds
+        self._has_rounds = False  # the current one
         self._later_nbytes: dict[ChunkState, int] = {}  # most bytes of any op after the chunk's sum came
         self._peak_with_sums_nbytes: dict[ChunkState, int] = {}  # most bytes of later ops and later sums without a host place, at any time
 
@@ -55,6 +57,7 @@ class SumMemory:
     def end_step(self, *, is_measured: bool) -> list[ChunkState]:
         """End a step. Returns the chunks of its sums, in order."""
         coming, self.coming = self.coming, {}
+        self.in_rounds, self._has_rounds = self._has_rounds, False
         if is_measured:
             peaks = list(itertools.accumulate(reversed(self._op_nbytes), max))[::-1]
             for chunk, position in coming.items():
@@ -80,6 +83,7 @@ class SumMemory:
         position: of the segment that goes backward next, None if another round follows. most: bytes of the largest op so far.
         """
         chunks = list(chunks)
+        self._has_rounds |= position is None
         if not is_measured:
             ops = self.later_nbytes(chunks, most)
         else:
@@ -99,8 +103,9 @@ class SumMemory:
     def needed_nbytes(self, sums: Iterable[ChunkState], activation_nbytes: int, *, wait: bool = True) -> tuple[int, int]:
         """(bytes that these sums, in order, need beside the largest activations, the most bytes of sums at a time). wait: all sums wait for
         step(). Otherwise the sums of two segments are there, because the updates of one may still run when the next segment goes backward.
+        In rounds all sums wait for the last round.
         """
-        most, waiting, limit = 0, 0, math.inf if wait else 2 * self._segment_nbytes
+        most, waiting, limit = 0, 0, math.inf if wait or self.in_rounds else 2 * self._segment_nbytes
         for chunk in sums:
             waiting = min(waiting + self.nbytes_of(chunk), limit)
             most = max(most, self._later_nbytes.get(chunk, activation_nbytes) + waiting)
