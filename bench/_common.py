@@ -29,11 +29,14 @@ from infinity.tools.measure.drive_tuning import probe_in
 _REPORTS = "INFINITY_BENCH_REPORTS"  # names the directory of the ranks' reports
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the options, with --json and --plot added. A file that cannot be written or drawn ends the bench before any measurement."""
+def parse(parser: argparse.ArgumentParser, *, plots: bool = True) -> argparse.Namespace:
+    """Parse the options, with --json added, and --plot if the bench has a plot. A file that cannot be written or drawn ends the bench before any
+    measurement."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it (needs matplotlib)" if plots else argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.plot and not plots:
+        parser.error("--plot: this bench draws nothing")
     try:
         output.check_file(options.json, "--json")
         output.check_plot(options.plot, "--plot")
@@ -92,10 +95,10 @@ def directory(text: str) -> str:
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
-    """Run main and end with its status. Errors of the user or the system are one line and status 2, as in `infinity`."""
+    """Run main and end with its status. Errors of the user, the system or a rank are one line and status 2, as in `infinity`."""
     try:
         sys.exit(main())
-    except (ConfigError, UsageError) as error:
+    except (ConfigError, UsageError, RunError) as error:
         said = str(error)
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)

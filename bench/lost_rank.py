@@ -1,12 +1,13 @@
-"""A rank that is killed, or stopped for some seconds: which ranks name it, after how many seconds, and what happens then.
+"""A rank that is killed, or stopped for some seconds: the ranks that name it, the seconds until then, and the end of the run.
 
-    python bench/lost_rank.py [--ranks 8] [--faults kill,stop] [--stopped 20] [--hidden 64] [--device cuda] [--limit 60] [--json FILE]
+    python bench/lost_rank.py [--ranks 8] [--faults kill,stop] [--stopped 12] [--hidden 64] [--device cuda] [--limit 60] [--json FILE]
 
-The ranks train a GPT without end. After some steps the last rank gets SIGKILL, or SIGSTOP and --stopped seconds later SIGCONT. A rank names the
-lost one by a line that contains "rank N", an error or a message about a long step. Seconds count from the signal. No launcher runs, because
-torchrun ends all ranks as soon as one ends. After a kill, the bench waits for the end of the other ranks. After a stop, it waits until
-rank 0 has made three more steps, or all other ranks have ended. If no rank names the lost one within 30 s, or the bench waits longer than
---limit, the exit status is 1.
+The ranks train a GPT without end. After some steps the last rank gets SIGKILL, or SIGSTOP, followed by SIGCONT after --stopped seconds. A rank
+names the lost rank if it prints a line with "rank N". This line is an error, the line about a silent rank, or the line about a long step, which
+may name further ranks. Seconds count from the signal. No launcher runs, because torchrun ends all ranks as soon as one ends. After a kill, the
+bench waits for the end of the other ranks. After a stop, the bench waits until rank 0 has made three more steps, or all other ranks have ended.
+A rank that is stopped for more than 20 s counts as lost. If no rank names the lost rank within 30 s, or the bench waits longer than --limit
+after the signal, the exit status is 1.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 
 import _common
 import torch
@@ -29,10 +31,11 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.model.gpt import GPT
 from infinity.output import table, write_json
+from infinity.system.failure_watch import REPORT_SILENCE_S
 
-MOST_S = 30.0
+NAME_LIMIT_S = 30.0
 FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-STEPS_BEFORE = 5
+STEPS_BEFORE, START_LIMIT_S = 5, 600  # of the fault
 
 
 def main() -> int:
@@ -40,31 +43,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=_common.at_least(2), default=max(2, torch.cuda.device_count()))
     parser.add_argument("--faults", default="kill,stop")
-    parser.add_argument("--stopped", type=_common.positive_float, default=20.0, help="seconds")
+    parser.add_argument("--stopped", type=_common.positive_float, default=12.0, help="seconds; a line about a silent rank comes after 5")
     for name, default in (("hidden", 64), ("layers", 4), ("seq", 64), ("batch", 2)):
         parser.add_argument(f"--{name}", type=_common.positive, default=default)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
     parser.add_argument("--directory", type=_common.directory, default=".", help="a directory is made in it, and removed")
     parser.add_argument("--limit", type=_common.positive_float, default=60.0, help="seconds after the signal")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = _common.parse(parser)
+    options = _common.parse(parser, plots=False)
     if options.case:
         train(argparse.Namespace(**json.loads(options.case)))
         return 0
     faults = options.faults.split(",")
     if unknown := [fault for fault in faults if fault not in FAULTS]:
         raise ConfigError(f"--faults {unknown[0]!r}: expected {', '.join(FAULTS)}")
+    if "stop" in faults and not REPORT_SILENCE_S + 2 <= options.stopped <= options.limit - 10:
+        raise ConfigError(f"--stopped {options.stopped:g}: expected {REPORT_SILENCE_S + 2:g} s or more, and 10 s less than --limit")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no rank stays stopped
     found = {fault: lose(options, fault) for fault in faults}
     rows = [
         [fault, str(options.ranks), f"{each['num_named']} of {options.ranks - 1}", seconds(each["first_s"]), seconds(each["last_s"]), each["end"]]
         for fault, each in found.items()
     ]
-    print(table(["fault", "ranks", "ranks that name it", "first, s", "last, s", "then"], rows))
+    print(table(["fault", "ranks", "ranks that name it", "first, s", "last, s", "end"], rows))
     for fault, each in found.items():
         print(f"{fault}: {each['line']}")
     if options.json:
         write_json(options.json, {"found": found, "options": _common.given(options), "torch": torch.__version__})
-    return int(any(each["first_s"] is None or each["first_s"] > MOST_S or each["end"] == "nothing" for each in found.values()))
+    return int(any(each["first_s"] is None or each["first_s"] > NAME_LIMIT_S or each["end"] == "nothing" for each in found.values()))
 
 
 def seconds(value: float | None) -> str:
@@ -112,8 +118,10 @@ def lose(options, fault: str) -> dict:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(options.ranks), "OMP_NUM_THREADS": "1"}
         shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
         case = _common.given(options) | {"directory": folder}
-        ranks = [Rank(case, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(options.ranks)]
+        ranks = []
         try:
+            for rank in range(options.ranks):
+                ranks.append(Rank(case, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
             return watch(options, fault, ranks)
         finally:
             for rank in ranks:
@@ -122,10 +130,11 @@ def lose(options, fault: str) -> dict:
 
 def watch(options, fault: str, ranks: list[Rank]) -> dict:
     *others, lost = ranks
-    wait_until(lambda: others[0].num_steps >= STEPS_BEFORE or any(rank.has_ended for rank in ranks), 600)
-    if any(rank.has_ended for rank in ranks):
-        ended = next(rank for rank in ranks if rank.has_ended)
-        raise ConfigError(f"a rank ended before the fault: {ended.said[-1][1] if ended.said else 'without a word'}")
+    wait_until(lambda: others[0].num_steps >= STEPS_BEFORE or any(rank.has_ended for rank in ranks), START_LIMIT_S)
+    if (ended := next((rank for rank in ranks if rank.has_ended), None)) is not None:
+        raise _common.RunError(f"a rank ended before the fault: {ended.said[-1][1] if ended.said else 'without a word'}")
+    if others[0].num_steps < STEPS_BEFORE:
+        raise _common.RunError(f"no {STEPS_BEFORE} steps in {START_LIMIT_S} s")
     lost.process.send_signal(FAULTS[fault])
     since, end = time.monotonic(), "nothing"
     all_ended = lambda: all(rank.has_ended for rank in others)
@@ -144,11 +153,11 @@ def watch(options, fault: str, ranks: list[Rank]) -> dict:
     return {"num_named": len(named), "first_s": times[0] if times else None, "last_s": times[-1] if times else None, "end": end, "line": line}
 
 
-def wait_until(is_so, limit_s: float) -> bool:
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
     end = time.monotonic() + limit_s
-    while not is_so() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
-    return is_so()
+    return condition()
 
 
 def train(options) -> None:

@@ -12,8 +12,9 @@ loss of 4,096 tokens at a time. On the CPU the model is a GPT of 51 M parameters
 The bars: seconds 7 % in the median and 15 % at worst, bytes of each link 2 %, memory of each tier 3 %. A link counts if it moves 5 % of the
 bytes of the weights or more. A miss gives exit status 1, but only with 8 rows or more: a median of fewer has little meaning.
 
-On a machine of N GPUs some rows run once more, on all of them: "3 B, N GPUs". --only also takes a smaller number: "3 B, 2 GPUs" on eight. Each
-GPU then has as many tokens as in the row of one GPU.
+On a machine of N GPUs, the rows of ON_SEVERAL also run on all GPUs, as "3 B, N GPUs". --only also takes a smaller number, such as "3 B, 2 GPUs"
+on a machine of eight. Each GPU has the tokens of the row for one GPU. A --json file keeps the options of its rows: a row whose options have
+changed since is refused.
 
 --measure-only and --predict-only do one half. What the --json file already has is not done again, so the halves may run on two machines:
 --predict-only needs no GPU. Both halves use the machine of --machine, else that in the --json file.
@@ -53,6 +54,7 @@ LEAST_ROWS = 8  # for the bars to count
 LEAST_SHARE = 0.05  # of the bytes of the weights, for a link that counts
 SEQUENCE = 4096
 GPT_51M = {"hidden": 768, "layers": 6, "heads": 12, "vocab": 8000, "seq": 128}
+HALVES = ("predicted", "measured")
 TIERS = {"device": DEVICE, "host": HOST, "nvme": NVME}
 
 
@@ -134,7 +136,7 @@ ON_SEVERAL = ("1 B, host", "3 B", "3 B, host", "8 B, clipped", "8 B, small devic
 def row_of(kind: str, name: str) -> Row:
     """The row of a name such as "3 B, host", or "3 B, host, 4 GPUs". Raises KeyError."""
     alone, num = name, 1
-    if found := re.fullmatch(r"(.+), (\d+) GPUs", name):
+    if kind == "cuda" and (found := re.fullmatch(r"(.+), ([2-9]|[1-9]\d+) GPUs", name)):
         alone, num = found[1], int(found[2])
     rows = ROWS[kind] | (FOR_SEVERAL if num > 1 else {})
     return dataclasses.replace(rows[alone], num_ranks=num)
@@ -193,15 +195,17 @@ def main() -> int:
     machine = machine or calibrated(options.nvme)
     found = before.get("rows", {})
     for name in options.only or names:
-        pair = found.setdefault(name, {})
+        pair, row = found.setdefault(name, {}), row_of(kind, name)
+        if pair.setdefault("row", dataclasses.asdict(row)) != dataclasses.asdict(row):
+            parser.error(f"--json {options.json}: its row {name!r} had other options; name another file")
         if not options.measure_only and "s" not in pair.get("predicted", {}):
-            pair["predicted"] = predicted(row_of(kind, name), machine)
+            pair["predicted"] = predicted(row, machine)
         if not options.predict_only and "s" not in pair.get("measured", {}):
             pair["measured"] = in_a_process(kind, name, options)
-        print(name, *(f"{which} {told(value)}" for which, value in pair.items()), sep="; ", flush=True)
+        print(name, *(f"{which} {told(pair[which])}" for which in HALVES if which in pair), sep="; ", flush=True)
         if options.json:
             write_json(options.json, {"machine": machine.to_table(), "rows": found, "torch": torch.__version__})
-    compared = {name: compare(pair) for name, pair in found.items() if all("s" in pair.get(which, {}) for which in ("measured", "predicted"))}
+    compared = {name: compare(pair) for name, pair in found.items() if all("s" in pair.get(which, {}) for which in HALVES)}
     if options.plot and compared:
         plot(found, compared, options.plot)
     return judge(found, compared) if compared else int(not (options.predict_only or options.measure_only))

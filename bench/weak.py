@@ -3,7 +3,7 @@
     python bench/weak.py [--measured FILE] [--row "3 B, host"] [--node h200x8] [--nodes 1 4 16 64] [--json FILE] [--plot FILE]
 
 --measured: a --json file of bench/predict.py with the row on one GPU, and on several, such as "3 B, host, 4 GPUs". The machine of that file
-gives the predictions for these numbers. --node gives the predictions for whole nodes. The exit status is 1 if a prediction for a measured
+gives the predictions for these numbers of GPUs. --node gives the predictions for whole nodes. The exit status is 1 if a prediction for a measured
 number is more than 10 % off.
 """
 
@@ -34,8 +34,10 @@ def main() -> int:
         machine, seconds = read(parser, options)
         for num, measured_s in seconds.items():
             found.append({"gpus": num, "machine": machine.name, "measured_s": measured_s} | seconds_of(row, machine, num, 1))
+    measured = {each["gpus"] for each in found}
     for nodes in options.nodes:
-        num = nodes * node.devices
+        if (num := nodes * node.devices) in measured:
+            continue
         found.append({"gpus": num, "machine": node.name, "measured_s": None} | seconds_of(row, node, node.devices, nodes))
     rows = [
         [

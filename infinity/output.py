@@ -3,8 +3,10 @@
 Knows paths, rows and columns. Must not know the content of an output.
 """
 
+import contextlib
 import json
 import os
+import select
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -64,6 +66,20 @@ def say(text: str) -> None:
     """Print a line on standard error, in place of a line of progress."""
     erase = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{erase}infinity: {text}", file=sys.stderr, flush=True)
+
+
+def say_if_possible(text: str) -> None:
+    """As `say`, but without an error or a wait: no line is printed if standard error is closed, or is a pipe that nobody reads."""
+    with contextlib.suppress(Exception):
+        if _takes_a_line(sys.stderr):
+            say(text)
+
+
+def _takes_a_line(stream) -> bool:
+    try:
+        return bool(select.select([], [stream], [], 0)[1])
+    except (OSError, ValueError):  # no file, as in a notebook
+        return True
 
 
 def write_json(path: Path, report) -> None:

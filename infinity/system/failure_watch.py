@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 
 from infinity.errors import PeerError, UsageError
-from infinity.output import say
+from infinity.output import say_if_possible
 from infinity.sizes import listed
 from infinity.system.failure import FirstFailure
 from infinity.system.missing_ranks import Peer, Peers
@@ -24,7 +24,7 @@ from infinity.system.waits import THREADS, waiting
 WATCH_S = 0.5  # interval in which each rank looks for failures of others
 SILENCE_S = 20.0  # after so much silence, a rank of another machine counts as dead if another rank waits
 BROKEN_S = 4.0  # the same after a broken connection
-QUIET_S = 5.0  # after so much silence a rank is named, if another rank waits
+REPORT_SILENCE_S = 5.0  # after so much silence a line names the rank, if another rank waits
 
 # [Note: how a failure reaches the other ranks]
 # A failing rank writes the reason into the launcher's store, where the first message stays. Each rank has a thread that looks there. This
@@ -116,7 +116,7 @@ class Watch:
         self._store, self._keeper, self._abort = store, keeper, abort
         self._peers = Peers(store, rank, world)
         self._broken = ""  # the failed collective
-        self._quiet: set[str] = set()  # silences that this rank has seen
+        self._silences: set[str] = set()  # the store's keys of the silences that this rank has noticed
         self._closing = threading.Event()
         self._has_failed = threading.Event()
         self._listeners: list[weakref.WeakMethod] = []
@@ -229,8 +229,8 @@ class Watch:
                 text = self._gone(rank, peer)
             else:
                 text = ""
-            if not (peer.left or text) and waits and peer.silent_s > QUIET_S:
-                self._name_quiet(rank, peer)
+            if not (peer.left or text) and waits and peer.silent_s > REPORT_SILENCE_S:
+                self._report_silence(rank, peer)
             if peer.left and waits:
                 text = (
                     f"rank {rank} of {self.world} has left {peer.where}, and rank {self.rank} waits for it {str(self.place)}"
@@ -243,15 +243,15 @@ class Watch:
                 return self._posted_failure()
         return ""
 
-    def _name_quiet(self, rank: int, peer: Peer) -> None:
-        """Print one line, by the first rank that notices, that a rank is silent. The rank may be stopped, or have no processor time."""
-        key = f"quiet{rank}-{peer.number}"  # the number grows with each message
-        if key in self._quiet:
+    def _report_silence(self, rank: int, peer: Peer) -> None:
+        """The first rank that notices a silent rank prints a line. The silent rank may be stopped, or have no processor time."""
+        key = f"silence{rank}-{peer.number}"  # the number grows with each message
+        if key in self._silences:
             return
-        self._quiet.add(key)
+        self._silences.add(key)
         if self._store.compare_set(key, "", self.name) == self.name.encode():
             last = f", last {peer.where}" if peer.where else ""
-            say(f"{self.name} waits for rank {rank} of {self.world}, which has not been heard of for {peer.silent_s:.0f} s{last}")
+            say_if_possible(f"{self.name} waits for rank {rank} of {self.world}, which has not been heard of for {peer.silent_s:.0f} s{last}")
 
     def _why_store_is_lost(self) -> str:
         """The rank that has ended, as far as this rank can tell without the store; see [Note: how a failure reaches the other ranks]."""

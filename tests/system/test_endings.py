@@ -5,6 +5,7 @@ Each rank is a process that ends with its script, like a user's program. Ranks a
 
 import atexit
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch.distributed as dist
 from support.helpers import without_gloo
 
+from infinity.output import say_if_possible
 from infinity.system import failure_watch as watch
 
 SECONDS = 30  # limit for the end of every program
@@ -384,8 +386,18 @@ class LongWait:
 
 
 def test_a_silent_rank_is_named_once_by_one_rank(monkeypatch, capfd):
+    said = ""
+
+    def wait_for(text):
+        nonlocal said
+        end = time.monotonic() + SECONDS
+        while text not in said:
+            assert time.monotonic() < end, said
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+
     monkeypatch.setattr(watch, "WATCH_S", 0.01)
-    monkeypatch.setattr(watch, "QUIET_S", 0.3)
+    monkeypatch.setattr(watch, "REPORT_SILENCE_S", 0.3)
     monkeypatch.setattr(watch, "Board", LongWait)
     store, listener = dist.HashStore(), Listener()
     store.set("here0", "another-boot pid:[1] 7 7\n1\n\nin step 4")
@@ -396,15 +408,40 @@ def test_a_silent_rank_is_named_once_by_one_rank(monkeypatch, capfd):
     for other in others:
         other.meet(store, 1)
         other.start()
-    time.sleep(1)
+    wait_for("in step 4")
     store.set("here0", "another-boot pid:[1] 7 7\n2\n\nin step 5")  # the rank goes on, and then is silent again
-    time.sleep(1)
+    wait_for("in step 5")
     for other in others:
         other.close()
-    said = capfd.readouterr().err.splitlines()
-    expected = r"infinity: rank [12] of 3 waits for rank 0 of 3, which has not been heard of for 0 s, last in step [45]"
-    assert len(said) == 2 and all(re.fullmatch(expected, line) for line in said), said
+    lines = (said + capfd.readouterr().err).splitlines()
+    expected = r"infinity: rank [12] of 3 waits for rank 0 of 3, which has not been heard of for \d+ s, last in step [45]"
+    assert len(lines) == 2 and all(re.fullmatch(expected, line) for line in lines), lines
     assert listener.error is None
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "full", "without a reader", "no file", "usual"])
+def test_a_line_of_the_watch_never_waits_and_never_fails(kind, monkeypatch):
+    """Standard error may be a pipe that is full, because nobody reads it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while kind == "full":
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    if kind == "without a reader":
+        os.close(reader)
+    stream = {"none": None, "no file": io.StringIO()}.get(kind) if kind in ("none", "no file") else os.fdopen(writer, "w")
+    if kind == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    thread = threading.Thread(target=say_if_possible, args=("rank 3 is silent",), daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    if kind == "no file":
+        assert stream.getvalue() == "infinity: rank 3 is silent\n"
+    if kind == "usual":
+        assert os.read(reader, 100) == b"infinity: rank 3 is silent\n"
 
 
 @pytest.mark.long
