@@ -35,6 +35,8 @@ TOPICS = (
     "gradients",
     "split_simulated",
     "checkpoints",
+    "other_ranks",
+    "lost_ranks",
     "start",
     "prediction",
     "prediction_cpu",
