@@ -471,7 +471,7 @@ def test_a_second_sigterm_ends_a_run_at_once_and_keeps_the_last_checkpoint():
     while "slow" not in (line := process.stdout.readline()):
         assert line
     process.terminate()
-    while "a second one quits at once" not in (line := process.stderr.readline()):
+    while "a second SIGTERM ends it at once" not in (line := process.stderr.readline()):
         assert line
     assert process.poll() is None and swap_files() != []
     process.terminate()
