@@ -23,8 +23,11 @@ from infinity.errors import ConfigError, UsageError
 from infinity.formats.dtypes import TORCH_DTYPES
 from infinity.model.gpt import GPT
 from infinity.model.tiled_layers import Tiled
+from infinity.output import say
 
-MOST_TENSORS = 25_000  # of a model with tiles: layout, run and simulation then take about a minute
+MOST_TENSORS = 25_000  # of a GPT, tiles included: layout and simulated run then take about a minute
+MOST_NAMED_TENSORS = 200_000  # of a model that the user names
+SECONDS_A_TENSOR = 0.004  # of a plan, with 40,000 tensors on two cores
 
 
 @dataclass(frozen=True)
@@ -183,25 +186,26 @@ def unchecked_values() -> Iterator[None]:
 class TooManyTensors(ConfigError):
     """A model with too many tensors for a plan in reasonable time."""
 
-    def __init__(self, what: str):
-        super().__init__(
-            f"{what}; a plan may have at most {MOST_TENSORS:,} tensors: choose fewer layers, or larger tiles by larger devices or tile_above"
-        )
+    def __init__(self, what: str, most: int):
+        super().__init__(f"{what}; a plan may have at most {most:,} tensors: choose fewer layers, or larger tiles by larger devices or tile_above")
 
 
 @contextlib.contextmanager
-def few_tensors() -> Iterator[None]:
-    """A context that raises TooManyTensors as soon as code inside registers more than MOST_TENSORS parameters."""
-    num = 0
+def few_tensors(most: int | None = None) -> Iterator[None]:
+    """A context that raises TooManyTensors as soon as code inside registers more than `most` parameters, by default MOST_TENSORS. Beyond
+    MOST_TENSORS it tells the user that the plan takes long."""
+    num, most = 0, most or MOST_TENSORS
 
     def count(module, name, param):
         nonlocal num
         num += 1
-        if num > MOST_TENSORS:
-            raise TooManyTensors(f"the model has more than {MOST_TENSORS:,} parameter tensors")
+        if num > most:
+            raise TooManyTensors(f"the model has more than {most:,} parameter tensors", most)
 
     registered = nn.modules.module.register_module_parameter_registration_hook(count)
     try:
         yield
     finally:
         registered.remove()
+    if num > MOST_TENSORS:
+        say(f"a plan of {num:,} tensors takes some {num * SECONDS_A_TENSOR / 60:.0f} minutes")

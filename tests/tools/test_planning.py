@@ -15,7 +15,7 @@ from infinity.tools.cli import main
 from infinity.tools.machine import DriveRates, Machine
 from infinity.tools import meta_models
 from infinity.tools.meta_models import gpt
-from infinity.tools.predict import largest_model, plan_report
+from infinity.tools.predict import largest_model, plan_report, planning
 from infinity.tools.predict.largest_model import largest_parameters
 
 NODE = Machine(
@@ -223,6 +223,17 @@ def test_models_of_all_kinds_are_planned_as_the_class_of_their_file(kind, name, 
         expected = getattr(transformers, name or f"{kind}Model")._from_config(config)
     assert report["num_parameters"] == sum(param.numel() for param in expected.parameters())
     assert report["compute_seconds"] > 0
+
+
+@pytest.mark.parametrize("most, expected", [(1000, 0), (30, 2)])
+def test_a_model_that_is_named_may_have_more_tensors(most, expected, node, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    (node / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **_TEXT}))
+    monkeypatch.setattr(meta_models, "MOST_TENSORS", 20)
+    monkeypatch.setattr(planning, "MOST_NAMED_TENSORS", most)
+    status, _, errors = run(capsys, "--model", str(node / "config.json"), "--seq", "16")
+    assert status == expected
+    assert ("tensors takes some 0 minutes" if status == 0 else "a plan may have at most 30 tensors: choose fewer layers") in errors
 
 
 def test_a_model_that_needs_other_inputs_prints_one_line(node, capsys, monkeypatch):

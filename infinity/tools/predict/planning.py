@@ -18,7 +18,7 @@ from infinity.output import check_file, check_plot, give, pyplot
 from infinity.simulation.threads import Deadlock
 from infinity.system.capacity import num_cores
 from infinity.tools.machine import Machine
-from infinity.tools.meta_models import Subject, few_tensors, gpt, gpt_size, hugging_face, num_heads
+from infinity.tools.meta_models import MOST_NAMED_TENSORS, Subject, few_tensors, gpt, gpt_size, hugging_face, num_heads
 from infinity.tools.predict import formulas
 from infinity.tools.predict.largest_model import largest_parameters, require_place
 from infinity.tools.predict.plan_report import machine_title, plan_report, plan_text
@@ -37,7 +37,7 @@ def plan(arguments) -> int:
     # The defaults of `infinity train`.
     default = ("default", {"dtype": "bf16" if machine.device == "cuda" else "fp32"})
     config = Config.layered([default, *command_layers(arguments)])
-    with few_tensors():
+    with few_tensors(MOST_NAMED_TENSORS if arguments.model else None):
         subject = _subject(arguments, config)
     largest = None
     try:
