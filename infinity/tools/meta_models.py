@@ -208,4 +208,4 @@ def few_tensors(most: int | None = None) -> Iterator[None]:
     finally:
         registered.remove()
     if num > MOST_TENSORS:
-        say(f"a plan of {num:,} tensors takes some {num * SECONDS_A_TENSOR / 60:.0f} minutes")
+        say(f"a plan of {num:,} tensors takes {num * SECONDS_A_TENSOR / 60:.0f} minutes or more")
