@@ -143,6 +143,13 @@ def add_tolerance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=float, help="of losses, relative; default: 0.002 with --dtype fp32, else 0.02")
 
 
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Options of a bench that starts ranks of its own: the device, and where files go. --case is for the ranks."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--directory", type=directory, default=".", help="the bench makes a directory there, and removes it")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+
+
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate", metavar="MACHINE", help="train without bytes on this machine")
 

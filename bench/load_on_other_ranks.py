@@ -46,10 +46,8 @@ def main() -> int:
     parser.add_argument("--steps", type=_common.positive, default=3)
     parser.add_argument("--sequence", type=_common.positive, default=1024 if kind == "cuda" else 32, help="tokens; one sequence a rank and step")
     parser.add_argument("--optimizer-state-dtype", choices=("fp32", "bf16", "8bit"), default="fp32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
-    parser.add_argument("--directory", type=_common.directory, default=".", help="a directory is made in it, and removed")
     parser.add_argument("--limit", type=_common.positive_float, default=900, help="seconds of the ranks that save, and of those that load")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    _common.add_place(parser)
     options = _common.parse(parser, plots=False)
     if options.case:
         _common.leave(lambda: run(argparse.Namespace(**json.loads(options.case))))

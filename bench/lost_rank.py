@@ -39,17 +39,14 @@ STEPS_BEFORE, START_LIMIT_S = 5, 600  # of the fault
 
 
 def main() -> int:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=_common.at_least(2), default=max(2, torch.cuda.device_count()))
     parser.add_argument("--faults", default="kill,stop")
     parser.add_argument("--stopped", type=_common.positive_float, default=12.0, help="seconds; a line about a silent rank comes after 5")
     for name, default in (("hidden", 64), ("layers", 4), ("seq", 64), ("batch", 2)):
         parser.add_argument(f"--{name}", type=_common.positive, default=default)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=kind)
-    parser.add_argument("--directory", type=_common.directory, default=".", help="a directory is made in it, and removed")
     parser.add_argument("--limit", type=_common.positive_float, default=60.0, help="seconds after the signal")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    _common.add_place(parser)
     options = _common.parse(parser, plots=False)
     if options.case:
         train(argparse.Namespace(**json.loads(options.case)))
@@ -78,7 +75,7 @@ def seconds(value: float | None) -> str:
 
 
 class Rank:
-    """A rank's process. said: its lines, each with the time."""
+    """A rank's process. said: the lines that the process has printed, each with the time."""
 
     def __init__(self, case: dict, environment: dict):
         command = [sys.executable, __file__, "--case", json.dumps(case)]

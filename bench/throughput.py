@@ -2,7 +2,7 @@
 
     python bench/throughput.py [--json FILE] [--plot FILE]
 
-Figure 5c of ZeRO-Infinity shows the same, and PatrickStar shows throughput by size and by number of GPUs. The bench measures nothing. It reads
+Figure 5c of ZeRO-Infinity shows the same, and PatrickStar shows throughput by size and by number of GPUs. The bench reads
 the steps from the tables `prediction`, `finetune` and `largest` in bench/results/: those with 16,384 tokens for each GPU and the default placement.
 Machines differ between tables. If a table has several rows for a point, the fastest one counts. Model TFLOP/s are 6 operations a parameter and
 token, without embeddings and with the head, and causal attention. Recomputation is not counted.

@@ -1,6 +1,6 @@
 """The output of commands: files that are replaced atomically, tables of text, and plots.
 
-Knows paths, rows and columns. Must not know the content of an output.
+Knows paths, rows, columns and standard error. Must not know the content of an output.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ class SystemThreads:
     lock = threading.Lock  # one thread may release the lock of another one
 
     def begin_job(self) -> None:
-        """The current thread begins a piece of work of the engine. A simulation gives it time."""
+        """The current thread begins a piece of work of the engine. A simulation lets the work take time."""
 
     def start(self, run: Callable[[], None], name: str) -> threading.Thread:
         """A daemon thread that has begun to run the function."""

@@ -193,7 +193,7 @@ class TooManyTensors(ConfigError):
 @contextlib.contextmanager
 def few_tensors(most: int | None = None) -> Iterator[None]:
     """A context that raises TooManyTensors as soon as code inside registers more than `most` parameters, by default MOST_TENSORS. Beyond
-    MOST_TENSORS it tells the user that the plan takes long."""
+    MOST_TENSORS the context tells the user that the plan takes long."""
     num, most = 0, most or MOST_TENSORS
 
     def count(module, name, param):
